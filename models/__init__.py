@@ -1,0 +1,1 @@
+"""Decoders over dense and Native Sparse Attention."""

@@ -1,0 +1,131 @@
+"""What an attention layer is to a decoder, and dense attention: the teacher and the baseline."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from ..pallas_kernels import Completions, Selection, TreeQueries, dense_verify
+from ..pallas_kernels.dispatch import Implementation
+from .cache import DenseLayerCache, DenseLayerTree, LayerCache, LayerTree
+from .config import LlamaConfig
+from .layers import Projection, RMSNorm, rotate
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassContext:
+    """What all layers of one pass share.
+
+    Args:
+      queries: where the nodes stand.
+      cos, sin: rotary angles of the nodes.
+      completions: compressed entries that nodes complete; None in dense models.
+      entry_cos, entry_sin: rotary angles of those entries.
+    """
+
+    queries: TreeQueries
+    cos: Float[Array, "B T half"]
+    sin: Float[Array, "B T half"]
+    completions: Completions | None = None
+    entry_cos: Float[Array, "B M half"] | None = None
+    entry_sin: Float[Array, "B M half"] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LayerOptions:
+    """Static choices of one layer in one pass.
+
+    Args:
+      refresh: select blocks; otherwise inherit `selection`.
+      group: consecutive nodes that share a visit list.
+      implementation: of the ops, see `pallas_kernels.dispatch.run`.
+    """
+
+    refresh: bool = True
+    group: int = 1
+    implementation: Implementation = None
+
+
+class SparseAttention(Protocol):
+    """An attention layer over a cache and a tree of nodes; dense attention is one that selects nothing."""
+
+    def __call__(
+        self,
+        x: Float[Array, "B T E"],
+        context: PassContext,
+        cache: LayerCache,
+        selection: Selection | None,
+        options: LayerOptions,
+    ) -> tuple[Float[Array, "B T E"], LayerTree, Selection | None]:
+        """Attends; returns the output, the nodes to commit, and the selection that later layers inherit."""
+        ...
+
+
+class Heads(nnx.Module):
+    """Projections into and out of the attention heads, with the fused query-key-value kernel."""
+
+    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        heads = (config.num_kv_heads, config.group + 2, config.head_dim)
+        self.qkv = Projection((config.hidden_size,), heads, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.o = Projection(
+            (config.num_kv_heads, config.group, config.head_dim),
+            (config.hidden_size,),
+            bias=config.o_bias,
+            dtype=dtype,
+            rngs=rngs,
+        )
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, eps=config.rms_eps, dtype=dtype)
+            self.k_norm = RMSNorm(config.head_dim, eps=config.rms_eps, dtype=dtype)
+        self.config = config
+
+    def project(
+        self, x: Float[Array, "B T E"]
+    ) -> tuple[Float[Array, "B T K G D"], Float[Array, "B T K D"], Float[Array, "B T K D"]]:
+        """Queries, keys and values, not rotated."""
+        qkv = self.qkv(x)
+        q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+        if self.config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q, k, v
+
+    @property
+    def scale(self) -> float:
+        """Multiplies attention scores."""
+        return self.config.head_dim**-0.5
+
+
+class DenseAttention(Heads):
+    """Causal attention over everything."""
+
+    def __call__(
+        self,
+        x: Float[Array, "B T E"],
+        context: PassContext,
+        cache: LayerCache,
+        selection: Selection | None,
+        options: LayerOptions,
+    ) -> tuple[Float[Array, "B T E"], LayerTree, Selection | None]:
+        """See `SparseAttention`."""
+        assert isinstance(cache, DenseLayerCache)
+        q, k, v = self.project(x)
+        q = rotate(q, context.cos[:, :, None, None], context.sin[:, :, None, None])
+        k = rotate(k, context.cos[:, :, None], context.sin[:, :, None])
+        tree = DenseLayerTree(k=jnp.swapaxes(k, 1, 2), v=jnp.swapaxes(v, 1, 2))
+        out = dense_verify(
+            q,
+            cache.k,
+            cache.v,
+            tree.k,
+            tree.v,
+            context.queries,
+            scale=self.scale,
+            implementation=options.implementation,
+        )
+        return self.o(out.astype(x.dtype)), tree, selection

@@ -1,0 +1,225 @@
+"""Caches of committed tokens, and the commit that appends an accepted path to them.
+
+Everything derives from one length per sequence. Nodes of a pass stay in `LayerTree`s until `commit` copies the
+accepted ones; rows at and after the length are never read, and rows before it never change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..pallas_kernels import CachedKV, Geometry, TreeKV
+from .config import LlamaConfig, NSAConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseLayerCache:
+    """Committed rotated keys, and values, of one dense layer."""
+
+    k: Float[Array, "B K L D"]
+    v: Float[Array, "B K L D"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NSALayerCache:
+    """One NSA layer: what its branches read, and what its compressor will read next.
+
+    Args:
+      kv: keys, values and compressed entries.
+      tail_k, tail_v: the last l committed tokens' compressor inputs, at positions length - l ... length - 1
+        (garbage where negative).
+    """
+
+    kv: CachedKV
+    tail_k: Float[Array, "B K l D"]
+    tail_v: Float[Array, "B K l D"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseLayerTree:
+    """Keys and values of the nodes of one pass in a dense layer."""
+
+    k: Float[Array, "B K T D"]
+    v: Float[Array, "B K T D"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NSALayerTree:
+    """The nodes of one pass in an NSA layer; `raw_k` is the compressor's key input."""
+
+    kv: TreeKV
+    raw_k: Float[Array, "B K T D"]
+
+
+LayerCache = DenseLayerCache | NSALayerCache
+LayerTree = DenseLayerTree | NSALayerTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cache:
+    """All layers' caches and the number of committed tokens per sequence."""
+
+    layers: tuple[LayerCache, ...]
+    length: Int[Array, " B"]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit."""
+        layer = self.layers[0]
+        return (layer.kv.k if isinstance(layer, NSALayerCache) else layer.k).shape[2]
+
+
+def geometry_of(nsa: NSAConfig) -> Geometry:
+    """The static sizes that kernels take."""
+    return Geometry(
+        kernel_size=nsa.kernel_size,
+        kernel_stride=nsa.kernel_stride,
+        block_size=nsa.block_size,
+        n_blocks=nsa.n_blocks,
+        init_blocks=nsa.init_blocks,
+        local_blocks=nsa.local_blocks,
+        window=nsa.window_keys,
+    )
+
+
+def init_cache(
+    config: LlamaConfig, capacity: int, *, batch: int = 1, dtype: jnp.dtype = jnp.float32
+) -> Cache:
+    """An empty cache for at least `capacity` tokens (rounded up to whole blocks).
+
+    Args:
+      config: the model.
+      capacity: tokens per sequence.
+      batch: sequences.
+      dtype: of keys and values.
+
+    Raises:
+      ValueError: capacity or batch below 1.
+    """
+    if capacity < 1 or batch < 1:
+        raise ValueError(f"cache capacity and batch must be >= 1, got {capacity} and {batch}")
+    unit = config.nsa.block_size if config.nsa else 64
+    rows = -(-capacity // unit) * unit
+
+    def zeros(count: int) -> Float[Array, "B K n D"]:
+        return jnp.zeros((batch, config.num_kv_heads, count, config.head_dim), dtype)
+
+    def layer() -> LayerCache:
+        if config.nsa is None:
+            return DenseLayerCache(k=zeros(rows), v=zeros(rows))
+        entries = max(geometry_of(config.nsa).entries(rows), 1)
+        kv = CachedKV(k=zeros(rows), v=zeros(rows), k_cmp=zeros(entries), v_cmp=zeros(entries))
+        return NSALayerCache(
+            kv=kv, tail_k=zeros(config.nsa.kernel_size), tail_v=zeros(config.nsa.kernel_size)
+        )
+
+    return Cache(
+        layers=tuple(layer() for _ in range(config.num_layers)), length=jnp.zeros((batch,), jnp.int32)
+    )
+
+
+def _append(
+    old: Float[Array, "K L D"],
+    new: Float[Array, "K X D"],
+    source: Int[Array, " P"],
+    start: Int[Array, ""],
+    count: Int[Array, ""],
+) -> Float[Array, "K L D"]:
+    """Writes new[:, source[i]] to row start + i for i < count; every other row keeps its bits.
+
+    The slice written is clamped into the buffer, so a nearly full cache needs no slack.
+    """
+    rows = old.shape[1]
+    width = min(source.shape[0], rows)
+    begin = jnp.clip(start, 0, rows - width)
+    index = begin + jnp.arange(width) - start
+    picked = jnp.take(new, jnp.take(source, jnp.clip(index, 0, source.shape[0] - 1)), axis=1)
+    present = jax.lax.dynamic_slice_in_dim(old, begin, width, axis=1)
+    write = (index >= 0) & (index < count)
+    return jax.lax.dynamic_update_slice_in_dim(
+        old, jnp.where(write[:, None], picked.astype(old.dtype), present), begin, axis=1
+    )
+
+
+def _per_sequence(function, *arguments: Array) -> Array:
+    """vmap over the batch axis; without one where the batch is 1, so that updates stay in place."""
+    if arguments[0].shape[0] == 1:
+        return function(*(x[0] for x in arguments))[None]
+    return jax.vmap(function)(*arguments)
+
+
+def commit(
+    cache: Cache,
+    trees: tuple[LayerTree, ...],
+    path: Int[Array, "B P"],
+    count: Int[Array, " B"],
+    geometry: Geometry | None,
+) -> Cache:
+    """Appends the first `count` nodes of `path` to every layer.
+
+    Args:
+      cache: before the pass.
+      trees: the pass's nodes, by layer.
+      path: node indices along one path of the tree, from a child of the committed prefix downwards; entries at
+        and after `count` are ignored.
+      count: accepted nodes per sequence; 0 leaves the sequence as it was.
+      geometry: of NSA layers, None for dense models.
+
+    Returns:
+      The cache with `length + count` tokens and the compressed entries that they complete.
+    """
+    source = jnp.maximum(path, 0)
+    length = cache.length
+
+    def append_tokens(old: Array, new: Array) -> Array:
+        return _per_sequence(_append, old, new, source, length, count)
+
+    def dense(layer: DenseLayerCache, tree: DenseLayerTree) -> DenseLayerCache:
+        return DenseLayerCache(k=append_tokens(layer.k, tree.k), v=append_tokens(layer.v, tree.v))
+
+    if geometry is None:
+        layers = tuple(dense(layer, tree) for layer, tree in zip(cache.layers, trees, strict=True))
+        return Cache(layers=layers, length=length + count)
+
+    size, stride = geometry.kernel_size, geometry.kernel_stride
+    first = geometry.num_entries(length)
+    completed = geometry.num_entries(length + count) - first
+    slots = path.shape[1] // stride + 1
+    node_slot = trees[0].kv.completions.node_slot
+    at_path = (first[:, None] + jnp.arange(slots)) * stride + size - 1 - length[:, None]
+    node = jnp.take_along_axis(source, jnp.clip(at_path, 0, path.shape[1] - 1), axis=1)
+    entry_source = jnp.maximum(jnp.take_along_axis(node_slot, node, axis=1), 0)
+    # Row r of the new tail is position length + count - l + r: an old tail row, or a node of the path.
+    tail_row = count[:, None] + jnp.arange(size)
+    tail_node = jnp.take_along_axis(source, jnp.clip(tail_row - size, 0, path.shape[1] - 1), axis=1)
+    tail_source = jnp.where(tail_row < size, tail_row, size + tail_node)
+
+    def new_tail(old: Array, new: Array) -> Array:
+        rows = jnp.concatenate([old, new.astype(old.dtype)], axis=2)
+        return jnp.take_along_axis(rows, tail_source[:, None, :, None], axis=2)
+
+    def append_entries(old: Array, new: Array) -> Array:
+        return _per_sequence(_append, old, new, entry_source, first, completed)
+
+    def sparse(layer: NSALayerCache, tree: NSALayerTree) -> NSALayerCache:
+        kv = CachedKV(
+            k=append_tokens(layer.kv.k, tree.kv.k),
+            v=append_tokens(layer.kv.v, tree.kv.v),
+            k_cmp=append_entries(layer.kv.k_cmp, tree.kv.k_cmp),
+            v_cmp=append_entries(layer.kv.v_cmp, tree.kv.v_cmp),
+        )
+        return NSALayerCache(
+            kv=kv, tail_k=new_tail(layer.tail_k, tree.raw_k), tail_v=new_tail(layer.tail_v, tree.kv.v)
+        )
+
+    layers = tuple(sparse(layer, tree) for layer, tree in zip(cache.layers, trees, strict=True))
+    return Cache(layers=layers, length=length + count)

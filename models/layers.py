@@ -1,0 +1,108 @@
+"""Layers that every decoder here is made of: projections, RMSNorm, rotary embedding, SwiGLU."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from .config import RopeConfig
+
+_INIT_STD = 0.02
+
+
+class Projection(nnx.Module):
+    """A linear map from the last axes of its input to new last axes.
+
+    Args:
+      inputs, outputs: the axes that are contracted and produced; the kernel is [*inputs, *outputs].
+      bias: whether a bias of shape [*outputs] is added.
+      dtype: of the parameters.
+      rngs: initialises the kernel.
+    """
+
+    def __init__(
+        self,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        *,
+        bias: bool,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.inputs, self.outputs = inputs, outputs
+        draw = jax.random.normal(rngs.params(), (*inputs, *outputs), jnp.float32)
+        self.kernel = nnx.Param((draw * _INIT_STD).astype(dtype))
+        self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "..."], dtype: jnp.dtype | None = None) -> Float[Array, "..."]:
+        """Maps [..., *inputs] to [..., *outputs], in `dtype` or that of the input."""
+        lead = x.shape[: x.ndim - len(self.inputs)]
+        flat = x.reshape(*lead, math.prod(self.inputs))
+        kernel = self.kernel[...].reshape(math.prod(self.inputs), math.prod(self.outputs))
+        y = jnp.matmul(flat, kernel, preferred_element_type=dtype or x.dtype).reshape(*lead, *self.outputs)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, computed in float32."""
+
+    def __init__(self, size: int, *, eps: float, dtype: jnp.dtype) -> None:
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones((size,), dtype))
+
+    def __call__(self, x: Float[Array, "... E"]) -> Float[Array, "... E"]:
+        """x / sqrt(mean(x^2) + eps) * scale, in the input's dtype."""
+        x32 = x.astype(jnp.float32)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        return (normed * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate x) * up x), gate and up in one product."""
+
+    def __init__(self, size: int, hidden: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        self.gate_up = Projection((size,), (2, hidden), bias=bias, dtype=dtype, rngs=rngs)
+        self.down = Projection((hidden,), (size,), bias=bias, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "... E"]) -> Float[Array, "... E"]:
+        """The feed-forward output."""
+        hidden = self.gate_up(x)
+        return self.down(jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :])
+
+
+def rope_frequencies(head_dim: int, rope: RopeConfig) -> Float[np.ndarray, " half"]:
+    """Inverse frequencies in radians per token, with Llama 3 scaling where configured."""
+    inverse = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    scaling = rope.scaling
+    if scaling is not None:
+        wavelength = 2 * math.pi / inverse
+        low = scaling.original_max_position / scaling.low_freq_factor
+        high = scaling.original_max_position / scaling.high_freq_factor
+        smooth = (scaling.original_max_position / wavelength - scaling.low_freq_factor) / (
+            scaling.high_freq_factor - scaling.low_freq_factor
+        )
+        blend = (1 - smooth) * inverse / scaling.factor + smooth * inverse
+        scaled = np.where(wavelength > low, inverse / scaling.factor, blend)
+        inverse = np.where(wavelength < high, inverse, scaled)
+    return inverse.astype(np.float32)
+
+
+def rope_angles(
+    position: Int[Array, "..."], head_dim: int, rope: RopeConfig
+) -> tuple[Float[Array, "... half"], Float[Array, "... half"]]:
+    """Cosine and sine of every position's angles, float32; no table, so no length limit."""
+    angle = position[..., None].astype(jnp.float32) * rope_frequencies(head_dim, rope)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(
+    x: Float[Array, "... D"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]
+) -> Float[Array, "... D"]:
+    """Rotary embedding, half-split layout; `cos` and `sin` broadcast against x's leading axes."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -1,0 +1,29 @@
+"""Sparse-attention ops for speculative verification, with interchangeable implementations."""
+
+from .block_select import block_select, compressed_attention
+from .dense_verify import dense_verify
+from .errors import ShapeError, UnsupportedKernelError
+from .layout import CachedKV, Completions, Geometry, TreeKV, TreeQueries, chain, completions
+from .nsa_fused import refresh_attention, reuse_attention
+from .sparse_verify import MergedSchedule, Selection, merge, sparse_verify
+
+__all__ = [
+    "CachedKV",
+    "Completions",
+    "Geometry",
+    "MergedSchedule",
+    "Selection",
+    "ShapeError",
+    "TreeKV",
+    "TreeQueries",
+    "UnsupportedKernelError",
+    "block_select",
+    "chain",
+    "completions",
+    "compressed_attention",
+    "dense_verify",
+    "merge",
+    "refresh_attention",
+    "reuse_attention",
+    "sparse_verify",
+]
