@@ -51,7 +51,8 @@ _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "cmp_fn": ("mean", "weighted", "linear", "mlp"),
         "cmp_pe": ("none", "k", "kv"),
-        "cmp_rope": ("post", "pre", "none"),
+        # "none" would also need an unrotated query for the compressed branch; no known weights use it.
+        "cmp_rope": ("post", "pre"),
         "gate_scope": ("head", "token"),
     }
 )
@@ -78,7 +79,7 @@ class NSAConfig:
       cmp_pe: learned position embedding inside a compression block, added to no rows, to keys, or to keys
         and values.
       cmp_rope: rotary embedding of compressed keys: `post` compresses unrotated keys, then rotates the entry
-        at the position of its first row; `pre` compresses rotated keys; `none` never rotates them.
+        at the position of its first row; `pre` compresses rotated keys.
       kernel_size, kernel_stride: length and stride of compression blocks, in tokens.
       block_size: length of a selection block, in tokens; a multiple of `kernel_stride`, >= `kernel_size`.
       n_selected: blocks that each query reads, forced ones included.
@@ -96,7 +97,7 @@ class NSAConfig:
 
     cmp_fn: Literal["mean", "weighted", "linear", "mlp"] = "mean"
     cmp_pe: Literal["none", "k", "kv"] = "none"
-    cmp_rope: Literal["post", "pre", "none"] = "post"
+    cmp_rope: Literal["post", "pre"] = "post"
     kernel_size: int = 32
     kernel_stride: int = 16
     block_size: int = 64

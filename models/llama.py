@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -209,6 +210,19 @@ def build(
       ValueError: missing, unknown or wrongly shaped parameters; all are listed.
     """
     graphdef, state = abstract(config, dtype)
+    return graphdef, fill_state(state, params)
+
+
+def fill_state(state: nnx.State, params: Mapping[str, Array | np.ndarray]) -> nnx.State:
+    """An abstract state with arrays in place of its shapes.
+
+    Args:
+      state: of shapes, from `nnx.eval_shape`.
+      params: arrays by flat name, exactly those of the state; they are cast to the dtypes of its leaves.
+
+    Raises:
+      ValueError: missing, unknown or wrongly shaped parameters; all are listed.
+    """
     flat = nnx.to_flat_state(state)
     shapes = {flat_name(path): tuple(leaf.shape) for path, leaf in flat}
     faults = [f"missing {name}" for name in shapes if name not in params]
@@ -220,8 +234,8 @@ def build(
     ]
     if faults:
         raise ValueError(f"parameters do not fit the model: {'; '.join(faults)}")
-    leaves = [(path, leaf.replace(jnp.asarray(params[flat_name(path)], dtype))) for path, leaf in flat]
-    return graphdef, nnx.from_flat_state(leaves)
+    leaves = [(path, leaf.replace(jnp.asarray(params[flat_name(path)], leaf.dtype))) for path, leaf in flat]
+    return nnx.from_flat_state(leaves)
 
 
 def random_params(config: LlamaConfig, seed: int = 0, dtype: jnp.dtype = jnp.float32) -> dict[str, Array]:

@@ -1,0 +1,351 @@
+"""Compressed-branch attention on Hopper tensor cores: split partials, and block masses on the way.
+
+One thread block takes up to W tiles of 64 query rows through one split of a sequence's compressed entries, so the
+rows of all nodes and heads share each load of keys and values. It keeps a running softmax. The same probabilities
+give the block masses: a product with a static 0/1 matrix of overlaps, in two bf16 parts (16 bits of mantissa), relative
+to the running maximum of the moment, which is stored beside them. So scores need no second pass over the keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+LOG2E = math.log2(math.e)
+ROWS = 64  # query rows of one warpgroup, the M of wgmma
+TREE_TILE = (
+    64  # completed entries that are attended to at a time (the least K of wgmma on a 128-byte swizzle)
+)
+MASKED = -1e30
+START = -1e20  # of the running maximum: above MASKED, so that a masked score gives exp2(...) = 0
+PANEL = 64  # columns of a swizzled panel: 128 bytes
+_TILED = (plgpu.TilingTransform((8, PANEL)), plgpu.SwizzleTransform(128))
+# A copy into a tiled buffer needs a row count that is a multiple of 8, and the number of entries is not. One panel of 64
+# columns lies in memory the same way without the tiling: copies go to such an alias.
+_PLAIN = (plgpu.SwizzleTransform(128),)
+Carry = tuple[list[Array], Array, Array]  # accumulators of the panels, running maximum, running sum
+_ROW = plgpu.Layout.WGMMA.reduce(1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AttendConfig:
+    """Tile choices of the attention kernel.
+
+    Args:
+      tile: entries per step, 64 or 128.
+      splits: parts that the entries are divided into.
+      warpgroups: row tiles that share loads of keys and values.
+      stages: tiles of keys and values in flight.
+    """
+
+    tile: int
+    splits: int
+    warpgroups: int
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Partials:
+    """What the attention kernel leaves for the next one. X = B * K, R row tiles of 64 rows.
+
+    Args:
+      out: unnormalised output of each split.
+      stats: running maximum (log2 units) and sum of each split.
+      mass: per tile of entries (from index 1) and row, the blocks' masses relative to `top`; then the mass that spills
+        into the first block of the next tile. None if not asked for.
+      top: the reference of each tile's mass (from index 1), then those of the tiles of completed entries.
+      tree: masses of the completed entries.
+    """
+
+    out: Float[Array, "X R S 64 D"]
+    stats: Float[Array, "X R S 2 64"]
+    mass: Float[Array, "X R N 64 Y"] | None
+    top: Float[Array, "X R N2 64"] | None
+    tree: Float[Array, "X R 64 M"] | None
+
+
+def attend(
+    q: Float[Array, "X R 64 D"],
+    k: Float[Array, "X N D"],
+    v: Float[Array, "X N D"],
+    tree_k: Float[Array, "X M D"],
+    tree_v: Float[Array, "X M D"],
+    bias: Float[Array, "B R 64 M"],
+    counts: Int[Array, "B 4"],
+    bins: Float[Array, "Y tile"] | None,
+    *,
+    scale: float,
+    config: AttendConfig,
+    score: bool,
+    interpret: Any = None,
+) -> Partials:
+    """Runs the attention kernel.
+
+    Args:
+      q: query rows, in tiles.
+      k, v: compressed entries; rows at and after the count are garbage.
+      tree_k, tree_v: completed entries, padded to a multiple of `TREE_TILE`.
+      bias: 0 where a row sees a completed entry, `MASKED` elsewhere.
+      counts: committed entries, and completed ones, of each sequence.
+      bins: transposed overlaps of the entries of a tile with its blocks and the next; None where they are the same.
+      scale: multiplies q . k.
+      config: tile choices.
+      score: whether block masses are wanted.
+      interpret: parameters of the interpreter, or None.
+    """
+    batch_heads, tiles, _, dim = q.shape
+    entries = k.shape[1]
+    heads = batch_heads // counts.shape[0]
+    tree_width = tree_k.shape[1]
+    size, splits, warps, stages = config.tile, config.splits, config.warpgroups, config.stages
+    warps = min(warps, tiles)
+    groups = -(-tiles // warps)
+    steps = -(-entries // size)
+    width = size if bins is None else bins.shape[0]
+    factor = LOG2E * scale
+    panels = dim // PANEL
+    in_smem = interpret is not None  # the interpreter knows wgmma with both operands in shared memory only
+    f32, i32 = jnp.float32, jnp.int32
+    half = q.dtype
+
+    def body(*refs: Any) -> None:
+        (q_ref, k_ref, v_ref, tk_ref, tv_ref, bias_ref, counts_ref), refs = refs[:7], refs[7:]
+        if score and bins is not None:
+            (bins_ref, *refs) = refs
+        (o_ref, stats_ref), refs = refs[:2], refs[2:]
+        if score:
+            (mass_ref, top_ref, tree_ref), refs = refs[:3], refs[3:]
+        (q_s, (k_s, k_copy), (v_s, v_copy), tk_s, tv_s, q_b, k_b, v_b, t_b, free_b), refs = (
+            refs[:10],
+            refs[10:],
+        )
+        if score and bins is not None:
+            (bins_s, bins_b), refs = refs[:2], refs[2:]
+        if in_smem:
+            (p_s, b_s, pt_s), refs = refs[:3], refs[3:]
+        w = lax.axis_index("wg")
+        s, x, g = lax.axis_index("s"), lax.axis_index("x"), lax.axis_index("g")
+        batch = lax.div(x, i32(heads))
+        tile = jnp.minimum(g * warps + w, tiles - 1)  # surplus warpgroups repeat the last tile
+        visible, completed = counts_ref[batch, 0], counts_ref[batch, 1]
+        count = lax.div(visible + (size - 1), i32(size))
+        first = lax.div(count * s, i32(splits))
+        n = lax.div(count * (s + 1), i32(splits)) - first
+        chunks = jnp.where(s == splits - 1, lax.div(completed + (TREE_TILE - 1), i32(TREE_TILE)), 0)
+
+        def fetch(i: Array, slot: Array) -> None:
+            at = pl.ds(pl.multiple_of((first + i) * size, size), size)
+            for source, target, barrier in ((k_ref, k_copy, k_b), (v_ref, v_copy, v_b)):
+                for panel in range(panels):
+                    columns = pl.ds(panel * PANEL, PANEL)
+                    plgpu.copy_gmem_to_smem(
+                        source.at[x, at, columns], target.at[slot, panel], barrier.at[slot]
+                    )
+
+        def fetch_tree(i: Array) -> None:
+            at = pl.ds(pl.multiple_of(i * TREE_TILE, TREE_TILE), TREE_TILE)
+            for source, target in ((tk_ref, tk_s), (tv_ref, tv_s)):
+                for panel in range(panels):
+                    columns = pl.ds(panel * PANEL, PANEL)
+                    plgpu.copy_gmem_to_smem(source.at[x, at, columns], target.at[panel], t_b)
+
+        for panel in range(panels):
+            columns = pl.ds(panel * PANEL, PANEL)
+            plgpu.copy_gmem_to_smem(q_ref.at[x, tile, :, columns], q_s.at[w, panel], q_b.at[w])
+
+        @pl.when(w == 0)
+        def _() -> None:
+            for i in range(stages):
+
+                @pl.when(i < n)
+                def _(i: int = i) -> None:
+                    fetch(i32(i), i32(i))
+
+            @pl.when(chunks > 0)
+            def _() -> None:
+                fetch_tree(i32(0))
+
+            if score and bins is not None:
+                plgpu.copy_gmem_to_smem(bins_ref, bins_s, bins_b)
+
+        plgpu.barrier_wait(q_b.at[w])
+        if score and bins is not None:
+            plgpu.barrier_wait(bins_b)
+        column = plgpu.broadcasted_iota(i32, (ROWS, size), 1, layout=plgpu.Layout.WGMMA)
+        top = plgpu.layout_cast(jnp.full((ROWS,), START, f32), _ROW)
+        total = plgpu.layout_cast(jnp.full((ROWS,), 0.0, f32), _ROW)
+        acc = [plgpu.layout_cast(jnp.full((ROWS, PANEL), 0.0, f32), plgpu.Layout.WGMMA)] * panels
+
+        def scores(keys: Any, columns: int) -> Array:
+            def product(acc_ref: Any) -> Array:
+                for panel in range(panels):
+                    plgpu.wgmma(acc_ref, q_s.at[w, panel], plgpu.transpose_ref(keys.at[panel], (1, 0)))
+                return acc_ref[...]
+
+            return pl.run_scoped(product, plgpu.ACC((ROWS, columns), f32)) * factor
+
+        def soften(values: Array, top: Array, total: Array) -> tuple[Array, Array, Array, Array]:
+            new_top = jnp.maximum(top, values.max(axis=1))
+            alpha = jnp.exp2(top - new_top)
+            p = jnp.exp2(values - lax.broadcast_in_dim(new_top, values.shape, [0]))
+            return p, new_top, alpha, total * alpha + p.sum(axis=1)
+
+        def weigh(p: Array, values: Any, staging: Any, wait: Any) -> Array:
+            operand = p.astype(half)
+            if in_smem:
+                staging[w] = operand
+                plgpu.commit_smem()
+            wait()
+
+            def product(*acc_refs: Any) -> list[Array]:
+                for panel, acc_ref in enumerate(acc_refs):
+                    plgpu.wgmma(acc_ref, staging.at[w] if in_smem else operand, values.at[panel])
+                return [acc_ref[...] for acc_ref in acc_refs]
+
+            return pl.run_scoped(product, *[plgpu.ACC((ROWS, PANEL), f32)] * panels)
+
+        def rescale_and_add(acc: list[Array], alpha: Array, gained: list[Array]) -> list[Array]:
+            factors = lax.broadcast_in_dim(alpha, (ROWS, PANEL), [0])
+            return [old * factors + new for old, new in zip(acc, gained, strict=True)]
+
+        def masses(p: Array) -> Array:
+            high = p.astype(jnp.bfloat16)
+            low = (p - high.astype(f32)).astype(jnp.bfloat16)
+            if in_smem:
+                b_s[w, 0] = high
+                b_s[w, 1] = low
+                plgpu.commit_smem()
+
+            def product(acc_ref: Any) -> Array:
+                for part, operand in enumerate((high, low)):
+                    left = b_s.at[w, part] if in_smem else operand
+                    plgpu.wgmma(acc_ref, left, plgpu.transpose_ref(bins_s, (1, 0)))
+                return acc_ref[...]
+
+            return pl.run_scoped(product, plgpu.ACC((ROWS, width), f32))
+
+        def step(i: Array, carry: Carry) -> Carry:
+            acc, top, total = carry
+            slot = lax.rem(i, i32(stages))
+            plgpu.barrier_wait(k_b.at[slot])
+            values = scores(k_s.at[slot], size)
+            values = jnp.where(column < visible - (first + i) * size, values, MASKED)
+            p, top, alpha, total = soften(values, top, total)
+            gained = weigh(
+                p, v_s.at[slot], p_s if in_smem else None, lambda: plgpu.barrier_wait(v_b.at[slot])
+            )
+            acc = rescale_and_add(acc, alpha, gained)
+            if warps > 1:
+                plgpu.barrier_arrive(free_b.at[slot])
+
+            @pl.when((w == 0) & (i + stages < n))
+            def _() -> None:
+                if warps > 1:
+                    plgpu.barrier_wait(free_b.at[slot])
+                fetch(i + stages, slot)
+
+            if score:
+                mass_ref[x, tile, first + i + 1] = p if bins is None else masses(p)
+                top_ref[x, tile, first + i + 1] = top
+            return acc, top, total
+
+        acc, top, total = lax.fori_loop(0, n, step, (acc, top, total))
+        if warps > 1:  # every completed phase must be awaited: the last ones too
+
+            @pl.when(w == 0)
+            def _() -> None:
+                for i in range(stages):
+
+                    @pl.when(i < n)
+                    def _(i: int = i) -> None:
+                        plgpu.barrier_wait(free_b.at[lax.rem(n - 1 - i, i32(stages))])
+
+        def tree_step(i: Array, carry: Carry) -> Carry:
+            acc, top, total = carry
+            at = pl.ds(pl.multiple_of(i * TREE_TILE, TREE_TILE), TREE_TILE)
+            hidden = plgpu.load(bias_ref.at[batch, tile, :, at], layout=plgpu.Layout.WGMMA, optimized=False)
+            plgpu.barrier_wait(t_b)
+            values = jnp.where(hidden < 0.0, MASKED, scores(tk_s, TREE_TILE))
+            p, top, alpha, total = soften(values, top, total)
+            acc = rescale_and_add(acc, alpha, weigh(p, tv_s, pt_s if in_smem else None, lambda: None))
+            if warps > 1:
+                plgpu.barrier_arrive(free_b.at[stages])
+
+            @pl.when(w == 0)
+            def _() -> None:
+                if warps > 1:
+                    plgpu.barrier_wait(free_b.at[stages])
+
+                @pl.when(i + 1 < chunks)
+                def _() -> None:
+                    fetch_tree(i + 1)
+
+            if score:
+                tree_ref[x, tile, :, at] = p
+                top_ref[x, tile, steps + 1 + i] = top
+            return acc, top, total
+
+        acc, top, total = lax.fori_loop(0, chunks, tree_step, (acc, top, total))
+        for panel in range(panels):
+            o_ref[x, tile, s, :, pl.ds(panel * PANEL, PANEL)] = acc[panel]
+        stats_ref[x, tile, s, 0] = top
+        stats_ref[x, tile, s, 1] = total
+
+    body.__name__ = "nsa_compressed_scores" if score else "nsa_compressed"
+    sm = plgpu.SMEM
+    ring = (stages, panels, size, PANEL)
+    shapes = [
+        jax.ShapeDtypeStruct((batch_heads, tiles, splits, ROWS, dim), f32),
+        jax.ShapeDtypeStruct((batch_heads, tiles, splits, 2, ROWS), f32),
+    ]
+    scratch = [
+        sm((warps, panels, ROWS, PANEL), half, transforms=_TILED),
+        plgpu.RefUnion(sm(ring, half, transforms=_TILED), sm(ring, half, transforms=_PLAIN)),
+        plgpu.RefUnion(sm(ring, half, transforms=_TILED), sm(ring, half, transforms=_PLAIN)),
+        sm((panels, TREE_TILE, PANEL), half, transforms=_TILED),
+        sm((panels, TREE_TILE, PANEL), half, transforms=_TILED),
+        plgpu.Barrier(num_arrivals=panels, num_barriers=warps),
+        plgpu.Barrier(num_arrivals=panels, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=panels, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=2 * panels),
+        plgpu.Barrier(num_arrivals=warps, num_barriers=stages + 1),
+    ]
+    operands = [q, k, v, tree_k, tree_v, bias, counts]
+    if score:
+        shapes += [
+            jax.ShapeDtypeStruct((batch_heads, tiles, steps + 1, ROWS, width), f32),
+            jax.ShapeDtypeStruct((batch_heads, tiles, steps + 1 + tree_width // TREE_TILE, ROWS), f32),
+            jax.ShapeDtypeStruct((batch_heads, tiles, ROWS, tree_width), f32),
+        ]
+        if bins is not None:
+            operands.append(bins)
+            scratch += [sm(bins.shape, jnp.bfloat16, transforms=_TILED), plgpu.Barrier()]
+    if in_smem:
+        scratch += [
+            sm((warps, ROWS, size), half, transforms=_TILED),
+            sm((warps, 2, ROWS, size), jnp.bfloat16, transforms=_TILED),
+            sm((warps, ROWS, TREE_TILE), half),
+        ]
+    results = plgpu.kernel(
+        body,
+        out_type=shapes,
+        scratch_types=scratch,
+        grid=(splits, batch_heads, groups),
+        grid_names=("s", "x", "g"),
+        num_threads=warps,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+    )(*operands)
+    rest = results[2:] if score else (None, None, None)
+    return Partials(out=results[0], stats=results[1], mass=rest[0], top=rest[1], tree=rest[2])

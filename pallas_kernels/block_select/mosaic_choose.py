@@ -1,0 +1,421 @@
+"""Combination of the attention kernel's splits, top-n selection and merged schedules, on Hopper.
+
+A thread block serves four consecutive nodes of one KV head, a warp for each. A row of block scores lives in the
+registers of one warp, so every round of the selection is two integer maxima over the warp (`redux`): scores are not
+negative, so their bits order as integers. Other thread blocks of the same launch add up the splits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from .mosaic_attend import TREE_TILE, Partials
+
+QUAD = 4  # nodes of a thread block: one per warp
+EMPTY = 1 << 30
+_HIDDEN = 1e30  # log-sum-exp of a row that sees nothing: exp2(x - _HIDDEN) = 0
+_Lay = plgpu.Layout.TILED
+_Times = plgpu.Replicated
+
+
+def cube(lanes: int, vector: int = 1) -> Any:
+    """[n, 4, m] registers: the middle axis on warps, the last on `lanes` lanes (the rest of a warp repeats)."""
+    lane_dims = (-4,) if lanes == 32 else (_Times(32 // lanes), -4)
+    return _Lay(
+        plgpu.Tiling(((1, QUAD, lanes * vector), (1, 1, vector))),
+        warp_dims=(-5,),
+        lane_dims=lane_dims,
+        vector_dim=-1,
+    )
+
+
+def square(lanes: int) -> Any:
+    """[4 n, m] registers: rows on warps, columns on lanes."""
+    lane_dims = (-3,) if lanes == 32 else (_Times(32 // lanes), -3)
+    return _Lay(plgpu.Tiling(((QUAD, lanes), (1, 1))), warp_dims=(-4,), lane_dims=lane_dims, vector_dim=-1)
+
+
+def line(size: int) -> Any:
+    """[size] registers, the same in every warp."""
+    lanes = next(n for n in (32, 16, 8, 4, 2, 1) if size % n == 0)
+    lane_dims = {32: (-2,), 1: (_Times(32),)}.get(lanes, (_Times(32 // lanes), -2))
+    return _Lay(plgpu.Tiling(((lanes,), (1,))), warp_dims=(_Times(4),), lane_dims=lane_dims, vector_dim=-1)
+
+
+def spread(x: Array, shape: tuple[int, ...], dims: tuple[int, ...], layout: Any) -> Array:
+    """`broadcast_in_dim` into a layout."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, dims), layout)
+
+
+def full(shape: tuple[int, ...], value: float | int, dtype: Any, layout: Any) -> Array:
+    """A constant in a layout."""
+    return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
+
+
+def lists_width(slots: int) -> int:
+    """Slots of a list of selected blocks in shared memory."""
+    return 16 if slots <= 16 else -(-slots // 32) * 32
+
+
+def merge_lists(list_s: Any, scratch: Any, width: int, length: int) -> None:
+    """Union of the lists in `list_s[0:length]`, each `width` long and -1 padded, by comparing all pairs.
+
+    Leaves the distinct blocks, ascending, in `scratch[3]`, and who listed them, as bits, in `scratch[4]`.
+    """
+    i32 = jnp.int32
+    layout = square(32 if length % 32 == 0 else 16)
+    by_row, by_column = layout.reduce(1), layout.reduce(0)
+    rows = min(length, 4096 // length)
+    first_s, owner_s, rank_s, block_s, bits_s = (scratch.at[i] for i in range(5))
+
+    def at_columns(ref: Any) -> Array:
+        x = plgpu.load(ref.at[pl.ds(0, length)], layout=by_column)
+        return spread(x, (rows, length), (1,), layout)
+
+    def at_rows(start: int) -> Array:
+        x = plgpu.load(list_s.at[pl.ds(start, rows)], layout=by_row)
+        return spread(x, (rows, length), (0,), layout)
+
+    column = plgpu.broadcasted_iota(i32, (rows, length), 1, layout=layout)
+    row = plgpu.broadcasted_iota(i32, (rows, length), 0, layout=layout)
+    values = at_columns(list_s)
+    bits = lax.shift_left(full((rows, length), 1, i32, layout), lax.div(column, i32(width)))
+    for start in range(0, length, rows):
+        same = (at_rows(start) == values) & (values >= 0)
+        earlier = jnp.where(same & (column < row + start), 1, 0)
+        first_s[pl.ds(start, rows)] = jnp.sum(earlier, axis=1)
+        owner_s[pl.ds(start, rows)] = jnp.sum(jnp.where(same, bits, 0), axis=1)
+    first = (at_columns(first_s) == 0) & (values >= 0)
+    for start in range(0, length, rows):
+        below = jnp.where(first & (values < at_rows(start)), 1, 0)
+        rank_s[pl.ds(start, rows)] = jnp.sum(below, axis=1)
+    rank = jnp.where(first, at_columns(rank_s), -1)
+    owners = at_columns(owner_s)
+    for start in range(0, length, rows):
+        here = rank == row + start
+        block_s[pl.ds(start, rows)] = jnp.sum(jnp.where(here, values + 1, 0), axis=1) - 1
+        bits_s[pl.ds(start, rows)] = jnp.sum(jnp.where(here, owners, 0), axis=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SelectPlan:
+    """Static choices of the selection.
+
+    Args:
+      slots: blocks per node.
+      blocks: blocks in the cache.
+      init, local: forced blocks.
+      ratio: entries per block.
+      per_tile: blocks per tile of entries.
+      spills: whether an entry can overlap two blocks.
+      group: nodes that share a schedule; 0 leaves the merging to `merge`.
+    """
+
+    slots: int
+    blocks: int
+    init: int
+    local: int
+    ratio: int
+    per_tile: int
+    spills: bool
+    group: int
+
+
+def finish(
+    partials: Partials,
+    counts: Int[Array, "B 4"],
+    own: Int[Array, "B T4"],
+    weights: Float[Array, "B E M"] | None,
+    *,
+    shape: tuple[int, int, int, int, int],
+    per_tile_nodes: int,
+    plan: SelectPlan | None,
+    interpret: Any = None,
+) -> tuple[Array, ...]:
+    """Adds up the splits, and selects blocks if there is a plan for it.
+
+    Args:
+      partials: of the attention kernel.
+      counts: committed entries, completed entries, and first block that a completed entry can touch.
+      own: each node's own block, padded to whole quads.
+      weights: how often each completed entry counts in each block from `counts[2]` on.
+      shape: B, T, K, G, D.
+      per_tile_nodes: nodes in a tile of query rows; its rows are head-major.
+      plan: of the selection, or None.
+      interpret: parameters of the interpreter, or None.
+
+    Returns:
+      The output [B, T, K, G, D]; with a plan also the blocks [B * K, T, S]; with a group also the merged blocks and
+      owners, [B * K, P, U].
+    """
+    batch, nodes, heads, group_heads, dim = shape
+    quads = -(-nodes // QUAD)
+    jobs = 1 if plan is None else 2
+    splits = partials.stats.shape[2]
+    f32, i32 = jnp.float32, jnp.int32
+    vector = min(4, dim // 32)
+    rows3 = cube(32, vector)
+
+    def log_sum_exp(stats_ref: Any, at: Any, layout: Any) -> tuple[Array, Array, Array]:
+        """Maximum [4] and sum [4] over splits, and the splits' maxima [splits, 4]."""
+        tops = plgpu.load(stats_ref.at[:, 0, at], layout=layout.reduce(2), optimized=False)
+        sums = plgpu.load(stats_ref.at[:, 1, at], layout=layout.reduce(2), optimized=False)
+        top = jnp.max(tops, axis=0)
+        weight = jnp.exp2(tops - spread(top, tops.shape, (1,), layout.reduce(2)))
+        return top, jnp.sum(weight * sums, axis=0), tops
+
+    def body(*refs: Any) -> None:
+        (out_p, stats_ref, counts_ref), refs = refs[:3], refs[3:]
+        if plan is not None:
+            (mass_ref, top_ref, tree_ref, own_ref, weights_ref), refs = refs[:5], refs[5:]
+        out_ref, refs = refs[0], refs[1:]
+        if plan is not None:
+            selected_ref, refs = refs[0], refs[1:]
+            if plan.group:
+                (merged_ref, owners_ref), refs = refs[:2], refs[2:]
+                work_s, refs = refs[-1], refs[:-1]
+            out_s, (list_s, flat_s) = refs
+        else:
+            (out_s,) = refs
+        quad, x = lax.axis_index("q"), lax.axis_index("x")
+        b, head = lax.div(x, i32(heads)), lax.rem(x, i32(heads))
+        t0 = quad * QUAD
+        tile = lax.div(t0, i32(per_tile_nodes))
+        inside = lax.rem(t0, i32(per_tile_nodes))
+
+        def rows(h: int) -> Any:
+            return pl.ds(pl.multiple_of(inside + h * per_tile_nodes, QUAD), QUAD)
+
+        def combine() -> None:
+            layout = rows3
+            for h in range(group_heads):
+                at = rows(h)
+                top, total, tops = log_sum_exp(stats_ref.at[x, tile], at, layout)
+                scale = jnp.where(total > 0.0, 1.0 / jnp.maximum(total, 1e-30), 0.0)
+                weight = jnp.exp2(tops - spread(top, tops.shape, (1,), layout.reduce(2)))
+                weight = weight * spread(scale, tops.shape, (1,), layout.reduce(2))
+                parts = plgpu.load(out_p.at[x, tile, :, at], layout=layout, optimized=False)
+                out_s[:, h] = jnp.sum(parts * spread(weight, parts.shape, (0, 1), layout), axis=0)
+            plgpu.commit_smem()
+            for i in range(QUAD):
+
+                @pl.when(t0 + i < nodes)
+                def _(i: int = i) -> None:
+                    plgpu.copy_smem_to_gmem(out_s.at[i], out_ref.at[b, t0 + i, head])
+
+            plgpu.wait_smem_to_gmem(0)
+
+        if plan is None:
+            combine()
+            return
+
+        def select() -> None:
+            steps = mass_ref.shape[2] - 1
+            shape3 = (steps, QUAD, plan.per_tile)
+            layout = cube(min(32, plan.per_tile))
+            by_tile, by_node = layout.reduce(2), layout.reduce(0).reduce(1)
+            tile_of = plgpu.broadcasted_iota(i32, shape3, 0, layout=layout)
+            lane = plgpu.broadcasted_iota(i32, shape3, 2, layout=layout)
+            size = plan.per_tile * plan.ratio
+            visited = lax.div(counts_ref[b, 0] + (size - 1), i32(size))
+            chunks = lax.div(counts_ref[b, 1] + (TREE_TILE - 1), i32(TREE_TILE))
+            base = counts_ref[b, 2]
+            score = full(shape3, 0.0, f32, layout)
+            extra = weights_ref.shape[1]
+            gains = [full((QUAD,), 0.0, f32, by_node)] * extra
+            for h in range(group_heads):
+                at = rows(h)
+                top, total, _ = log_sum_exp(stats_ref.at[x, tile], at, layout)
+                lse = jnp.where(total > 0.0, top + jnp.log2(jnp.maximum(total, 1e-30)), _HIDDEN)
+                lse_by_tile = spread(lse, (steps, QUAD), (1,), by_tile)
+
+                def factor(start: int, lse_by_tile: Array = lse_by_tile, at: Any = at) -> Array:
+                    tops = plgpu.load(
+                        top_ref.at[x, tile, pl.ds(start, steps), at], layout=by_tile, optimized=False
+                    )
+                    return jnp.exp2(tops - lse_by_tile)
+
+                mass = plgpu.load(
+                    mass_ref.at[x, tile, pl.ds(1, steps), at, pl.ds(0, plan.per_tile)],
+                    layout=layout,
+                    optimized=False,
+                )
+                mass = mass * spread(factor(1), shape3, (0, 1), layout)
+                score = score + jnp.where(tile_of < visited, mass, 0.0)
+                if plan.spills:
+                    over = plgpu.load(
+                        mass_ref.at[x, tile, pl.ds(0, steps), at, plan.per_tile],
+                        layout=by_tile,
+                        optimized=False,
+                    )
+                    over = spread(over * factor(0), shape3, (0, 1), layout)
+                    takes = (lane == 0) & (tile_of > 0) & (tile_of <= visited)
+                    score = score + jnp.where(takes, over, 0.0)
+
+                def chunk(i: Array, gains: list[Array], lse: Array = lse, at: Any = at) -> list[Array]:
+                    flat = square(32)
+                    columns = pl.ds(pl.multiple_of(i * TREE_TILE, TREE_TILE), TREE_TILE)
+                    p = plgpu.load(tree_ref.at[x, tile, at, columns], layout=flat, optimized=False)
+                    tops = plgpu.load(top_ref.at[x, tile, steps + 1 + i, at], layout=by_node, optimized=False)
+                    scale = jnp.exp2(tops - lse)
+                    new = []
+                    for e, gain in enumerate(gains):
+                        share = plgpu.load(
+                            weights_ref.at[b, e, columns], layout=flat.reduce(0), optimized=False
+                        )
+                        share = spread(share, (QUAD, TREE_TILE), (1,), flat)
+                        total = jnp.sum(jnp.where(share > 0.0, p * share, 0.0), axis=1)
+                        new.append(gain + plgpu.layout_cast(total, by_node) * scale)
+                    return new
+
+                gains = lax.fori_loop(0, chunks, chunk, gains)
+
+            block = tile_of * plan.per_tile + lane
+            for e, gain in enumerate(gains):
+                score = score + jnp.where(block == base + e, spread(gain, shape3, (1,), layout), 0.0)
+
+            mine = plgpu.load(own_ref.at[b, pl.ds(t0, QUAD)], layout=by_node, optimized=False)
+            mine3 = spread(mine, shape3, (1,), layout)
+            free = (block <= mine3 - plan.local) & (block >= plan.init)
+            key = jnp.where(free, lax.bitcast_convert_type(score, i32), -1)
+            reverse = EMPTY - block
+            chosen = []
+            for _ in range(max(plan.slots - plan.init - plan.local, 0)):
+                best = jnp.max(jnp.max(key, axis=0), axis=1)
+                found = jnp.where(key == spread(best, shape3, (1,), layout), reverse, -1)
+                index = EMPTY - jnp.max(jnp.max(found, axis=0), axis=1)
+                index = jnp.where(best >= 0, index, EMPTY)
+                key = jnp.where(block == spread(index, shape3, (1,), layout), -1, key)
+                chosen.append(index)
+
+            width = lists_width(plan.slots)
+            flat = square(min(32, width))
+            by_row = flat.reduce(1)
+            slot = plgpu.broadcasted_iota(i32, (QUAD, width), 1, layout=flat)
+            lists = full((QUAD, width), -1, i32, flat)
+            node = t0 + plgpu.broadcasted_iota(i32, (QUAD, width), 0, layout=flat)
+
+            def put(lists: Array, index: Array, rank: Array) -> Array:
+                index, rank = (
+                    spread(plgpu.layout_cast(y, by_row), (QUAD, width), (0,), flat) for y in (index, rank)
+                )
+                return jnp.where((slot == rank) & (index < EMPTY) & (node < nodes), index, lists)
+
+            zero = full((QUAD,), 0, i32, by_node)
+            count = jnp.minimum(mine + 1, plan.init)
+            for i in range(plan.init):
+                lists = put(lists, jnp.where(mine >= i, zero + i, EMPTY), zero + i)
+            taken = count
+            for index in chosen:
+                rank = count
+                for other in chosen:
+                    if other is not index:
+                        rank = rank + jnp.where(other < index, 1, 0)
+                lists = put(lists, index, rank)
+                taken = taken + jnp.where(index < EMPTY, 1, 0)
+            for i in range(plan.local):
+                index = mine - (plan.local - 1 - i)
+                valid = index >= plan.init
+                lists = put(lists, jnp.where(valid, index, EMPTY), taken)
+                taken = taken + jnp.where(valid, 1, 0)
+            list_s[...] = lists
+            for i in range(QUAD):
+
+                @pl.when(t0 + i < nodes)
+                def _(i: int = i) -> None:
+                    slots = pl.ds(i * width, plan.slots)
+                    selected_ref[x, t0 + i] = plgpu.load(flat_s.at[slots], layout=line(plan.slots))
+
+            if plan.group:
+                publish(width)
+
+        def publish(width: int) -> None:
+            """Merges the lists of each group of this thread block."""
+            length = plan.group * width
+            used = min(plan.group * plan.slots, plan.blocks)
+            for part in range(QUAD // plan.group):
+
+                @pl.when(t0 + part * plan.group < nodes)
+                def _(part: int = part) -> None:
+                    merge_lists(flat_s.at[pl.ds(part * length, length)], work_s, width, length)
+                    index = quad * (QUAD // plan.group) + part
+                    for ref, source in ((merged_ref, 3), (owners_ref, 4)):
+                        ref[x, index] = plgpu.load(work_s.at[source, pl.ds(0, used)], layout=line(used))
+
+        @pl.when(lax.axis_index("j") == 0)
+        def _() -> None:
+            select()
+
+        @pl.when(lax.axis_index("j") == 1)
+        def _() -> None:
+            combine()
+
+    body.__name__ = "nsa_combine" if plan is None else "nsa_select"
+    operands = [partials.out, partials.stats, counts]
+    shapes = [jax.ShapeDtypeStruct((batch, nodes, heads, group_heads, dim), f32)]
+    scratch: list[Any] = [plgpu.SMEM((QUAD, group_heads, dim), f32)]
+    if plan is not None:
+        operands += [partials.mass, partials.top, partials.tree, own, weights]
+        shapes.append(jax.ShapeDtypeStruct((batch * heads, nodes, plan.slots), i32))
+        width = lists_width(plan.slots)
+        scratch.append(plgpu.RefUnion(plgpu.SMEM((QUAD, width), i32), plgpu.SMEM((QUAD * width,), i32)))
+        if plan.group:
+            merged = (batch * heads, -(-nodes // plan.group), min(plan.group * plan.slots, plan.blocks))
+            shapes += [jax.ShapeDtypeStruct(merged, i32)] * 2
+            scratch.append(plgpu.SMEM((5, plan.group * width), i32))
+    return tuple(
+        plgpu.kernel(
+            body,
+            out_type=shapes,
+            scratch_types=scratch,
+            grid=(quads, batch * heads, jobs),
+            grid_names=("q", "x", "j"),
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+            ),
+            interpret=interpret,
+        )(*operands)
+    )
+
+
+def merge(
+    selected: Int[Array, "X T S"], *, group: int, blocks: int, interpret: Any = None
+) -> tuple[Int[Array, "X P U"], Int[Array, "X P U"]]:
+    """Merged blocks and owners of groups of `group` nodes, one thread block each; for groups above `QUAD`."""
+    batch_heads, nodes, slots = selected.shape
+    parts = -(-nodes // group)
+    width = lists_width(slots)
+    length = group * width
+    length += -length % 64
+    used = min(group * slots, blocks)
+    padding = ((0, 0), (0, parts * group - nodes), (0, width - slots))
+    lists = jnp.pad(selected, padding, constant_values=-1).reshape(batch_heads, parts, group * width)
+    lists = jnp.pad(lists, ((0, 0), (0, 0), (0, length - group * width)), constant_values=-1)
+
+    def body(list_ref: Any, merged_ref: Any, owners_ref: Any, list_s: Any, work_s: Any) -> None:
+        part, x = lax.axis_index("p"), lax.axis_index("x")
+        list_s[...] = plgpu.load(list_ref.at[x, part], layout=line(length), optimized=False)
+        merge_lists(list_s, work_s, width, length)
+        for ref, source in ((merged_ref, 3), (owners_ref, 4)):
+            ref[x, part] = plgpu.load(work_s.at[source, pl.ds(0, used)], layout=line(used))
+
+    body.__name__ = "nsa_merge"
+    merged = jax.ShapeDtypeStruct((batch_heads, parts, used), jnp.int32)
+    blocks_out, owners = plgpu.kernel(
+        body,
+        out_type=[merged, merged],
+        scratch_types=[plgpu.SMEM((length,), jnp.int32), plgpu.SMEM((5, length), jnp.int32)],
+        grid=(parts, batch_heads),
+        grid_names=("p", "x"),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+    )(lists)
+    return blocks_out, owners

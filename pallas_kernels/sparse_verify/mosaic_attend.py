@@ -1,0 +1,474 @@
+"""One Hopper kernel for all branches of sparse attention over a tree of queries.
+
+Blocks of one warpgroup each take a row tile, a branch, and a share (a split) of the branch's keys; they stream the
+keys through a ring in shared memory and leave (maximum, sum, accumulator) in global memory. The block that
+arrives last at a row tile adds the splits in split order, applies the gates and writes the output, so the result
+does not depend on who is last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, memref
+
+from .mosaic_rows import ROWS, WORDS, RowTiles
+
+LOG2E = math.log2(math.e)
+MASKED = -1e30  # score of a masked key; finite, so that no inf - inf arises
+START = -1e20  # running maximum of a row without keys: exp2(MASKED - START) is 0
+SELECTED, WINDOW, COMPRESSED = "selected", "window", "compressed"
+
+WGMMA = plgpu.Layout.WGMMA
+PER_ROW = WGMMA.reduce(1)
+I32, F32 = jnp.int32, jnp.float32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """Static description of a call.
+
+    Args:
+      batch, kv_heads, dim: B, K, D.
+      rows: row tiles.
+      block_size, stride, kernel_size: of the geometry.
+      window: keys in reach of the window branch.
+      union: U, width of a visit list.
+      slots: M, completed entries a pass can have.
+      scale: multiplies q . k.
+      splits: splits of each branch, in the order selected, window, compressed (absent without that branch).
+      stages: key tiles in the ring.
+    """
+
+    batch: int
+    kv_heads: int
+    dim: int
+    rows: RowTiles
+    block_size: int
+    stride: int
+    kernel_size: int
+    window: int
+    union: int
+    slots: int
+    scale: float
+    splits: tuple[int, ...]
+    stages: int
+
+    @property
+    def chunks(self) -> int:
+        """64-column pieces of a head; shared memory holds each piece as its own swizzled tile."""
+        return self.dim // 64
+
+    @property
+    def pieces(self) -> int:
+        """Blocks in a key tile."""
+        return ROWS // self.block_size
+
+    @property
+    def tree_tiles(self) -> int:
+        """Key tiles of the tree."""
+        return -(-self.rows.nodes // ROWS)
+
+    @property
+    def compressed(self) -> bool:
+        """Whether the compressed branch is part of the call."""
+        return len(self.splits) == 3
+
+    @property
+    def jobs(self) -> tuple[int, ...]:
+        """Thread blocks per KV head, by branch."""
+        tiles = (self.rows.tiles, self.rows.dense_tiles, self.rows.dense_tiles)
+        return tuple(count * splits for count, splits in zip(tiles, self.splits, strict=False))
+
+    @property
+    def partials(self) -> int:
+        """Partial results of the whole call."""
+        return self.batch * self.kv_heads * sum(self.jobs)
+
+    def first_partial(self, branch: int) -> int:
+        """Index of a branch's first partial result."""
+        return self.batch * self.kv_heads * sum(self.jobs[:branch])
+
+
+def _splat(shape: tuple[int, ...], value: float, dtype: Any, layout: Any) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
+
+
+def _along_rows(vector: jax.Array) -> jax.Array:
+    return lax.broadcast_in_dim(vector, (ROWS, ROWS), [0])
+
+
+def _arrive(counter_ref: Any, flag_ref: Any) -> jax.Array:
+    """Adds one to a global counter after the whole block's writes; all threads get the value before."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((), I32, layout=plgpu.Layout.WG_SPLAT),
+    )
+    def add(ctx: Any, counter: Any, flag: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        zero = mgpu.utils.c(0, ir.IndexType.get())
+        mgpu.utils.warpgroup_barrier()
+        with mgpu.utils.when(mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)):
+            llvm.inline_asm(None, [], "fence.acq_rel.gpu;", "", has_side_effects=True)
+            before = llvm.inline_asm(
+                i32,
+                [mgpu.utils.memref_ptr(counter), mgpu.utils.c(1, i32)],
+                "atom.add.acq_rel.gpu.global.s32 $0, [$1], $2;",
+                "=r,l,r",
+                has_side_effects=True,
+            )
+            memref.store(before, flag, [zero])
+        mgpu.utils.warpgroup_barrier()
+        before = memref.load(flag, [zero])
+        llvm.inline_asm(None, [], "fence.acq_rel.gpu;", "~{memory}", has_side_effects=True)
+        mgpu.utils.warpgroup_barrier()
+        return mgpu.FragmentedArray.splat(before, (), is_signed=True)
+
+    return add(counter_ref, flag_ref)
+
+
+def _reset(counter_ref: Any) -> None:
+    """Leaves the counter at 0 for the next launch."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def store(ctx: Any, counter: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        with mgpu.utils.when(mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)):
+            llvm.inline_asm(
+                None,
+                [mgpu.utils.memref_ptr(counter), mgpu.utils.c(0, i32)],
+                "st.relaxed.gpu.global.s32 [$0], $1;",
+                "l,r",
+                has_side_effects=True,
+            )
+
+    store(counter_ref)
+
+
+class Ring:
+    """K and V tiles on their way through shared memory. Pieces of a head's columns are separate tiles.
+
+    The copies fill plain 64-row tiles at any row; the products read the same bytes as (8, 64)-tiled operands.
+    """
+
+    def __init__(self, problem: Problem, k: Any, v: Any, k_barriers: Any, v_barriers: Any):
+        self.problem = problem
+        self.k, self.v = k, v
+        self.k_barriers, self.v_barriers = k_barriers, v_barriers
+
+    def fetch(self, source: Any, target: Any, barrier: Any, slot: jax.Array, rows: list[jax.Array]) -> None:
+        """Copies `pieces` runs of rows of a [rows, D] reference into a slot."""
+        size = self.problem.block_size
+        for chunk in range(self.problem.chunks):
+            for piece, row in enumerate(rows):
+                plgpu.copy_gmem_to_smem(
+                    source.at[pl.ds(row, size), pl.ds(64 * chunk, 64)],
+                    target[chunk][1].at[slot, pl.ds(piece * size, size)],
+                    barrier.at[slot],
+                )
+
+
+def _attend(
+    problem: Problem,
+    ring: Ring,
+    q: list[Any],
+    q_barrier: Any,
+    p_ref: Any,
+    ranges: tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
+    sources: tuple[tuple[Any, Any, Callable[[jax.Array], list[jax.Array]]], ...],
+    keeps: tuple[Callable[[jax.Array, jax.Array], jax.Array], ...],
+    dtype: Any,
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """Running softmax of a row tile over cached tiles, then over tree tiles.
+
+    Args:
+      ranges: (first, end) tile of the cached and of the tree part of this split.
+      sources: K reference, V reference and the rows of tile i, of each part.
+      keeps: from (tile, columns) to the mask of the tile, of each part.
+    """
+    stages, chunks = problem.stages, problem.chunks
+    counts = [jnp.maximum(end - first, 0) for first, end in ranges]
+    total = counts[0] + counts[1]
+
+    def fetch(which: int, item: jax.Array, slot: jax.Array) -> None:
+        target, barriers = (ring.k, ring.k_barriers) if which == 0 else (ring.v, ring.v_barriers)
+
+        @pl.when(item < counts[0])
+        def _cached() -> None:
+            rows = sources[0][2](ranges[0][0] + item)
+            ring.fetch(sources[0][which], target, barriers, slot, rows)
+
+        @pl.when((item >= counts[0]) & (item < total))
+        def _tree() -> None:
+            rows = sources[1][2](ranges[1][0] + item - counts[0])
+            ring.fetch(sources[1][which], target, barriers, slot, rows)
+
+    for stage in range(stages):
+        for which in (0, 1):
+            fetch(which, jnp.int32(stage), jnp.int32(stage))
+
+    columns = plgpu.broadcasted_iota(I32, (ROWS, ROWS), 1, layout=WGMMA)
+    start = (
+        tuple(_splat((ROWS, ROWS), 0.0, F32, WGMMA) for _ in range(chunks)),
+        _splat((ROWS,), START, F32, PER_ROW),
+        _splat((ROWS,), 0.0, F32, PER_ROW),
+    )
+    plgpu.barrier_wait(q_barrier)
+
+    def part(which: int, carry: Any) -> Any:
+        offset = counts[0] if which else jnp.int32(0)
+
+        def step(i: jax.Array, carry: Any) -> Any:
+            acc, top, norm = carry
+            item = i + offset
+            slot = lax.rem(item, jnp.int32(stages))
+            plgpu.barrier_wait(ring.k_barriers.at[slot])
+
+            def scores(acc_ref: Any) -> jax.Array:
+                for chunk in range(chunks):
+                    plgpu.wgmma(acc_ref, q[chunk], ring.k[chunk][0].at[slot].transpose((1, 0)))
+                return acc_ref[...]
+
+            s = pl.run_scoped(scores, plgpu.ACC((ROWS, ROWS), F32)) * (problem.scale * LOG2E)
+            fetch(0, item + stages, slot)
+            s = jnp.where(keeps[which](ranges[which][0] + i, columns), s, MASKED)
+            new_top = jnp.maximum(top, s.max(axis=1))
+            shrink = jnp.exp2(top - new_top)
+            p = jnp.exp2(s - _along_rows(new_top))
+            norm = norm * shrink + p.sum(axis=1)
+            p = p.astype(dtype)
+            if p_ref is not None:
+                p_ref[...] = p
+                plgpu.commit_smem()
+            plgpu.barrier_wait(ring.v_barriers.at[slot])
+
+            def values(*acc_refs: Any) -> tuple[jax.Array, ...]:
+                for chunk, acc_ref in enumerate(acc_refs):
+                    plgpu.wgmma(acc_ref, p if p_ref is None else p_ref, ring.v[chunk][0].at[slot])
+                return tuple(acc_ref[...] for acc_ref in acc_refs)
+
+            gained = pl.run_scoped(values, *[plgpu.ACC((ROWS, ROWS), F32)] * chunks)
+            fetch(1, item + stages, slot)
+            acc = tuple(a * _along_rows(shrink) + new for a, new in zip(acc, gained, strict=True))
+            return acc, new_top, norm
+
+        return lax.fori_loop(0, counts[which], step, carry)
+
+    acc, top, norm = part(1, part(0, start))
+    return list(acc), top, norm
+
+
+def _share(total: jax.Array, split: jax.Array, splits: int) -> tuple[jax.Array, jax.Array]:
+    return lax.div(total * split, jnp.int32(splits)), lax.div(total * (split + 1), jnp.int32(splits))
+
+
+def _parts(
+    first: jax.Array, end: jax.Array, border: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """A range of tiles, cut into its cached and its tree part."""
+    return (
+        (jnp.minimum(first, border), jnp.minimum(end, border)),
+        (jnp.maximum(first - border, 0), jnp.maximum(end - border, 0)),
+    )
+
+
+def _bits(low: jax.Array, high: jax.Array, columns: jax.Array) -> jax.Array:
+    """Mask of a key tile from the two words of each row."""
+    words = jnp.where(columns < 32, _along_rows(low), _along_rows(high))
+    return ((words >> (columns & 31)) & 1) == 1
+
+
+def _pick(words: list[jax.Array], tile: jax.Array, half: int) -> jax.Array:
+    word = words[half]
+    for other in range(1, len(words) // WORDS):
+        word = jnp.where(tile == other, words[other * WORDS + half], word)
+    return word
+
+
+def _count(blocks: Any, union: int) -> jax.Array:
+    """Entries of a visit list before the padding; one probe a cache line, then bisection."""
+    low = jnp.int32(0)
+    for line in range(0, union, 32):
+        low = jnp.where(blocks[line] >= 0, jnp.int32(line), low)
+    high = jnp.minimum(low + 32, union)
+    low = jnp.where(blocks[0] >= 0, low, -1)
+    high = jnp.where(low < 0, 0, high)
+    for _ in range(6):  # blocks[low] is an entry, blocks[high] is none
+        middle = lax.div(low + high, jnp.int32(2))
+        probe = (high - low > 1) & (blocks[jnp.clip(middle, 0, union - 1)] >= 0)
+        high = jnp.where((high - low > 1) & ~probe, middle, high)
+        low = jnp.where(probe, middle, low)
+    return high
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Global references of a call, in the order in which they are passed."""
+
+    q: Any
+    k: Any
+    v: Any
+    tree_k: Any
+    tree_v: Any
+    length: Any
+    blocks: Any
+    owners: Any
+    path: Any
+    block_columns: Any
+    near_path: Any
+    window_below: Any
+    k_cmp: Any = None
+    v_cmp: Any = None
+    tree_k_cmp: Any = None
+    tree_v_cmp: Any = None
+    completed: Any = None
+
+
+def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split: Any) -> tuple[Any, ...]:
+    """Ranges, sources and masks of the selected branch of one selected tile."""
+    rows, size, pieces = problem.rows, problem.block_size, problem.pieces
+    first_node = tile * rows.per_tile
+    part = lax.div(first_node, jnp.int32(rows.group))
+    in_group = lax.rem(first_node, jnp.int32(rows.group))
+    blocks, owners = refs.blocks.at[b, k, part], refs.owners.at[b, k, part]
+    length = refs.length[b]
+    count = _count(blocks, problem.union)
+    cached = lax.div(count + pieces - 1, jnp.int32(pieces))
+    first, end = _share(cached + problem.tree_tiles, split, problem.splits[0])
+    ranges = _parts(first, end, cached)
+    row = plgpu.broadcasted_iota(I32, (ROWS,), 0, layout=PER_ROW)
+    node = lax.div(row, jnp.int32(rows.heads)) + in_group
+
+    def block_rows(i: jax.Array) -> list[jax.Array]:
+        found = []
+        for piece in range(pieces):
+            block = blocks[jnp.minimum(i * pieces + piece, problem.union - 1)]
+            found.append(jnp.maximum(block, 0) * size)
+        return found
+
+    def tree_rows(i: jax.Array) -> list[jax.Array]:
+        return [i * ROWS + piece * size for piece in range(pieces)]
+
+    def keep_cached(i: jax.Array, columns: jax.Array) -> jax.Array:
+        keep = None
+        for piece in range(pieces):
+            at = jnp.minimum(i * pieces + piece, problem.union - 1)
+            bits = jnp.where(i * pieces + piece < count, owners[at], 0)
+            readable = jnp.clip(length - blocks[at] * size, 0, size) + piece * size
+            end = jnp.where(((bits >> node) & 1) == 1, readable, 0)
+            mask = columns < _along_rows(end)
+            if piece:
+                mask = mask & (columns >= piece * size)
+            keep = mask if keep is None else keep | mask
+        return keep
+
+    words = [
+        plgpu.load(refs.path.at[b, tile, word], layout=PER_ROW) for word in range(problem.tree_tiles * WORDS)
+    ]
+    # A node reads the tree keys of its path whose block it selected. Only the visit list's tail reaches the tree.
+    border = lax.div(length, jnp.int32(size))
+    depth = refs.block_columns.shape[1]
+
+    def more(carry: Any) -> jax.Array:
+        at = carry[0]
+        return (at >= 0) & (blocks[jnp.maximum(at, 0)] >= border)
+
+    def add(carry: Any) -> Any:
+        at, reach = carry
+        step = jnp.clip(blocks[at] - border, 0, depth - 1)
+        owned = ((owners[at] >> node) & 1) == 1
+        columns = [refs.block_columns[b, step, word] for word in range(len(words))]
+        return at - 1, tuple(
+            had | jnp.where(owned, word, 0) for had, word in zip(reach, columns, strict=True)
+        )
+
+    nothing = tuple(_splat((ROWS,), 0, I32, PER_ROW) for _ in words)
+    _, reach = lax.while_loop(more, add, (count - 1, nothing))
+    words = [word & allowed for word, allowed in zip(words, reach, strict=True)]
+
+    def keep_tree(i: jax.Array, columns: jax.Array) -> jax.Array:
+        return _bits(_pick(words, i, 0), _pick(words, i, 1), columns)
+
+    return (
+        ranges,
+        (
+            (refs.k.at[b, k], refs.v.at[b, k], block_rows),
+            (refs.tree_k.at[b, k], refs.tree_v.at[b, k], tree_rows),
+        ),
+        (keep_cached, keep_tree),
+    )
+
+
+def _window(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split: Any) -> tuple[Any, ...]:
+    """Ranges, sources and masks of the window branch of one dense tile."""
+    length = refs.length[b]
+    base = lax.div(jnp.maximum(length - problem.window + 1, 0), jnp.int32(ROWS))
+    cached = lax.div(length + ROWS - 1, jnp.int32(ROWS)) - base
+    first, end = _share(cached + problem.tree_tiles, split, problem.splits[1])
+    below = plgpu.load(refs.window_below.at[b, tile], layout=PER_ROW)
+    words = [
+        plgpu.load(refs.near_path.at[b, tile, word], layout=PER_ROW)
+        for word in range(problem.tree_tiles * WORDS)
+    ]
+
+    def tile_rows(i: jax.Array) -> list[jax.Array]:
+        return [i * ROWS + piece * problem.block_size for piece in range(problem.pieces)]
+
+    def keep_cached(i: jax.Array, columns: jax.Array) -> jax.Array:
+        row = (i + base) * ROWS
+        return (columns < length - row) & (columns > _along_rows(below - row))
+
+    def keep_tree(i: jax.Array, columns: jax.Array) -> jax.Array:
+        return _bits(_pick(words, i, 0), _pick(words, i, 1), columns)
+
+    return (
+        _parts(first, end, cached),
+        (
+            (refs.k.at[b, k], refs.v.at[b, k], lambda i: tile_rows(i + base)),
+            (refs.tree_k.at[b, k], refs.tree_v.at[b, k], tile_rows),
+        ),
+        (keep_cached, keep_tree),
+    )
+
+
+def _compressed(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split: Any) -> tuple[Any, ...]:
+    """Ranges, sources and masks of the compressed branch of one dense tile."""
+    length = refs.length[b]
+    entries = lax.div(length - problem.kernel_size, jnp.int32(problem.stride)) + 1
+    entries = jnp.where(length < problem.kernel_size, 0, entries)
+    cached = lax.div(entries + ROWS - 1, jnp.int32(ROWS))
+    fresh = -(-problem.slots // ROWS)
+    first, end = _share(cached + fresh, split, problem.splits[2])
+    words = [plgpu.load(refs.completed.at[b, tile, word], layout=PER_ROW) for word in range(fresh * WORDS)]
+
+    def tile_rows(i: jax.Array) -> list[jax.Array]:
+        return [i * ROWS + piece * problem.block_size for piece in range(problem.pieces)]
+
+    def keep_cached(i: jax.Array, columns: jax.Array) -> jax.Array:
+        return columns < entries - i * ROWS
+
+    def keep_tree(i: jax.Array, columns: jax.Array) -> jax.Array:
+        return _bits(_pick(words, i, 0), _pick(words, i, 1), columns)
+
+    return (
+        _parts(first, end, cached),
+        (
+            (refs.k_cmp.at[b, k], refs.v_cmp.at[b, k], tile_rows),
+            (refs.tree_k_cmp.at[b, k], refs.tree_v_cmp.at[b, k], tile_rows),
+        ),
+        (keep_cached, keep_tree),
+    )
+
+
+BRANCHES = (_selected, _window, _compressed)

@@ -1,0 +1,44 @@
+"""SSV-JAX: speculative decoding over Native Sparse Attention.
+
+`Engine` serves text on a host; `loop` holds the pure functions for jitted pipelines. Imports jax only on use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine import Chunk, Engine, Generation, GenerationOptions
+    from .errors import ContextLengthError, UsageError
+    from .strategy import PrecisionClass, Strategy, TreeSpec
+
+_HOMES = {
+    "Chunk": "engine",
+    "ContextLengthError": "errors",
+    "Engine": "engine",
+    "Generation": "engine",
+    "GenerationOptions": "engine",
+    "PrecisionClass": "strategy",
+    "Strategy": "strategy",
+    "TreeSpec": "strategy",
+    "UsageError": "errors",
+}
+
+__all__ = [
+    "Chunk",
+    "ContextLengthError",
+    "Engine",
+    "Generation",
+    "GenerationOptions",
+    "PrecisionClass",
+    "Strategy",
+    "TreeSpec",
+    "UsageError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

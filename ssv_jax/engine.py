@@ -1,0 +1,475 @@
+"""The host side: loads a model, compiles what it needs, and turns text into text."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .drafting.build import build_drafter
+from .drafting.protocol import Params
+from .errors import ContextLengthError, UsageError
+from .loop import Decoding, init_state
+from .models.config import NSA_PRESETS, LlamaConfig, NSAConfig
+from .models.layer_plan import LayerPlan
+from .models.llama import build
+from .models.loading import load
+from .models.sharding import make_mesh, param_sharding, state_sharding
+from .pallas_kernels.dispatch import Implementation
+from .registry import resolve
+from .sampling import Sampling
+from .state import RUNNING, STOPPED, DecodeState, RoundStats
+from .stopping import StopScanner
+from .strategy import PrecisionClass, Strategy
+from .tokenizer import Tokenizer
+from .variants import Variants
+
+Progress = Callable[[str, int, int], None]
+FinishReason = Literal["stop", "stop_string", "length", "context"]
+
+_PREFILL_SIZES = (16, 64, 256, 512)
+_SMALLEST_CAPACITY = 256
+# Rounds per call: enough to hide the host (about 0.3 ms on a GPU), few enough for text to flow (30 ms on a CPU).
+_ROUNDS = {"cpu": 8, "gpu": 32}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationOptions:
+    """What to generate.
+
+    Args:
+      max_new_tokens: tokens to emit at most.
+      temperature, top_k, top_p: see `Sampling`.
+      seed: of every random draw.
+      stop: strings that end the text; they are not part of it.
+      ignore_eos: go on after end tokens.
+
+    Raises:
+      UsageError: a value out of range.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        if not 0 <= self.seed < 2**32:
+            raise UsageError(f"seed must be in [0, 2**32), got {self.seed}")
+        if isinstance(self.stop, str) or any(not text for text in self.stop):
+            raise UsageError("stop must be a sequence of non-empty strings")
+        self.sampling  # noqa: B018  validates
+
+    @property
+    def sampling(self) -> Sampling:
+        """The choice of tokens."""
+        try:
+            return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """A piece of a stream: the text that has become final, and the tokens emitted since the last piece."""
+
+    text: str
+    tokens: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """A finished generation.
+
+    Args:
+      prompt_ids: the prompt's tokens.
+      tokens: emitted tokens, a final end token included.
+      text: their text, without end tokens and without a stop string; None without a tokenizer.
+      finish_reason: `stop` (end token), `stop_string`, `length` (max_new_tokens) or `context` (full).
+      timings_s: seconds by phase: load, compile, prefill, decode.
+      decode_tok_s: tokens per second of decoding, without the first token, which prefill emits.
+      stats: what drafting and verification did.
+    """
+
+    prompt_ids: tuple[int, ...]
+    tokens: tuple[int, ...]
+    text: str | None
+    finish_reason: FinishReason
+    timings_s: Mapping[str, float]
+    decode_tok_s: float
+    stats: Mapping[str, Any]
+
+
+def _no_progress(stage: str, done: int, total: int) -> None:
+    """Silence."""
+
+
+def parse_mesh(text: str) -> int:
+    """Devices of `tensor=N`.
+
+    Raises:
+      UsageError: anything else.
+    """
+    axis, _, number = text.partition("=")
+    if axis.strip() != "tensor" or not number.strip().isdigit() or int(number) < 1:
+        raise UsageError(f"mesh must read tensor=N with N >= 1, got {text!r}")
+    return int(number)
+
+
+class Engine:
+    """A loaded model. Use `Engine.load`; then `generate`, `stream` and `chat`.
+
+    Calls compile on first use of a shape and reuse it afterwards; nothing recompiles for another prompt of a
+    similar length.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        params: Mapping[str, Any],
+        *,
+        tokenizer: Tokenizer | None = None,
+        dtype: Any = jnp.float32,
+        strategy: Strategy | None = None,
+        precision: PrecisionClass = PrecisionClass.LOSSLESS,
+        draft_model: str | Path | None = None,
+        implementation: Implementation = None,
+        tensor: int = 1,
+        notes: Sequence[str] = (),
+        load_seconds: float = 0.0,
+        progress: Progress = _no_progress,
+    ) -> None:
+        """Takes a model that is already in memory.
+
+        Args:
+          config: the model.
+          params: arrays by flat name, as `models.loading.load` gives them.
+          tokenizer: None serves token ids only.
+          dtype: of parameters, activations and caches.
+          strategy: how to draft and verify; autoregressive by default.
+          precision: the deviation that is acceptable.
+          draft_model: directory of the drafter's network, for drafters that have one.
+          implementation: of the attention ops, see `pallas_kernels.dispatch.run`.
+          tensor: devices to spread heads, feed-forward and vocabulary over.
+          notes: what to tell users about the weights.
+          load_seconds: time already spent loading.
+          progress: called with (stage, done, total).
+
+        Raises:
+          UsageError: options that do not fit each other or the model.
+        """
+        self.config, self.tokenizer, self.dtype = config, tokenizer, jnp.dtype(dtype)
+        self.strategy = strategy or Strategy()
+        self.precision = self.strategy.precision
+        self.notes, self.load_seconds = tuple(notes), load_seconds
+        check_strategy(config, self.strategy, precision)
+        self._implementation = implementation
+        self._progress = progress
+        mesh = None
+        if tensor > 1:
+            try:
+                mesh = make_mesh(tensor)
+            except ValueError as error:
+                raise UsageError(str(error)) from None
+        if mesh is not None:
+            params = {
+                name: jax.device_put(
+                    np.asarray(array).astype(self.dtype), param_sharding(mesh, name, array.shape)
+                )
+                for name, array in params.items()
+            }
+        self._graphdef, target = build(config, params, self.dtype)
+        self._drafter, draft = build_drafter(self.strategy, config, draft_model, self.dtype)
+        self._params = Params(target=target, draft=draft)
+        self.variants = Variants(mesh)
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path = "smollm2-135m",
+        *,
+        attention: Literal["auto", "dense", "nsa"] = "auto",
+        nsa_config: NSAConfig | None = None,
+        dtype: str | None = None,
+        progress: Progress = _no_progress,
+        **options: Any,
+    ) -> Engine:
+        """Reads a model by name, directory or GGUF file.
+
+        Args:
+          model: a name of `registry.MODELS` or a path.
+          attention: `auto` runs what the checkpoint holds; `dense` ignores sparse parameters; `nsa` runs sparse
+            attention, on a dense checkpoint with only the selected branch open.
+          nsa_config: sparse attention to run instead of the checkpoint's; implies `nsa`.
+          dtype: `float32` or `bfloat16`; by default float32 on a CPU and bfloat16 elsewhere.
+          progress: called with (stage, done, total).
+          options: as the constructor.
+
+        Raises:
+          CheckpointError: a checkpoint that cannot be read.
+          UsageError: options that do not fit each other or the model.
+        """
+        began = time.perf_counter()
+        if attention not in ("auto", "dense", "nsa"):
+            raise UsageError(f"attention must be auto, dense or nsa, got {attention!r}")
+        if attention == "dense" and nsa_config is not None:
+            raise UsageError("attention=dense and an nsa config exclude each other: drop one")
+        dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+        if dtype not in ("float32", "bfloat16"):
+            raise UsageError(f"dtype must be float32 or bfloat16, got {dtype!r}")
+        where = resolve(model)
+        nsa: NSAConfig | None | Literal["checkpoint"] = "checkpoint"
+        if attention == "dense":
+            nsa = None
+        elif nsa_config is not None:
+            nsa = nsa_config
+
+        def loading(done: int, total: int) -> None:
+            progress("load", done, total)
+
+        read = {"dtype": np.dtype(jnp.dtype(dtype)), "progress": loading}
+        checkpoint = load(where.path, nsa=nsa, **read)
+        if attention == "nsa" and checkpoint.config.nsa is None:
+            checkpoint = load(where.path, nsa=NSA_PRESETS["paper"], **read)
+        source = checkpoint.tokenizer_source
+        tokenizer = Tokenizer.from_path(source) if source else None
+        return cls(
+            checkpoint.config,
+            checkpoint.params,
+            tokenizer=tokenizer,
+            dtype=jnp.dtype(dtype),
+            notes=checkpoint.notes,
+            load_seconds=time.perf_counter() - began,
+            progress=progress,
+            **options,
+        )
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Prompt tokens of a conversation, by the model's chat template.
+
+        Args:
+          messages: `{"role": ..., "content": ...}` in order.
+
+        Raises:
+          UsageError: no tokenizer, no chat template, or messages that the template refuses.
+        """
+        if self.tokenizer is None:
+            raise UsageError("this model has no tokenizer: give token ids")
+        if self.tokenizer.chat_template is None:
+            raise UsageError("this model has no chat template: give a plain prompt")
+        return self.tokenizer.apply_chat(messages)
+
+    def chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Generation:
+        """The assistant's next turn. Options are those of `GenerationOptions`."""
+        return self.generate(self.encode_chat(messages), **options)
+
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> Generation:
+        """Continues a prompt.
+
+        Args:
+          prompt: text, or token ids, which are taken as they are.
+          options: those of `GenerationOptions`.
+
+        Raises:
+          UsageError: bad options, or an empty prompt or ids outside the vocabulary.
+          ContextLengthError: a prompt that leaves no room.
+        """
+        stream = self.stream(prompt, **options)
+        while True:
+            try:
+                next(stream)
+            except StopIteration as end:
+                return end.value
+
+    def stream(self, prompt: str | Sequence[int], **options: Any):
+        """As `generate`, but yields `Chunk`s as they become final, and returns the `Generation`."""
+        wanted = GenerationOptions(**options)
+        ids = self._prompt_ids(prompt)
+        if wanted.stop and self.tokenizer is None:
+            raise UsageError("stop strings need a tokenizer, and this model has none")
+        return self._stream(ids, wanted)
+
+    def _prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise UsageError("this model has no tokenizer: give token ids")
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = [int(token) for token in prompt]
+        if not ids:
+            raise UsageError("the prompt is empty: give at least one token")
+        outside = [token for token in ids if not 0 <= token < self.config.vocab_size]
+        if outside:
+            raise UsageError(
+                f"prompt token {outside[0]} is outside the vocabulary: ids run from 0 to {self.config.vocab_size - 1}"
+            )
+        if len(ids) > self.config.max_position:
+            raise ContextLengthError(
+                f"the prompt has {len(ids)} tokens, but the model's context holds {self.config.max_position}: "
+                f"shorten it by at least {len(ids) - self.config.max_position} tokens"
+            )
+        return ids
+
+    def _decoding(self, options: GenerationOptions) -> Decoding:
+        stop_ids = self.tokenizer.eos_ids if self.tokenizer and not options.ignore_eos else ()
+        return Decoding(
+            model=self._graphdef,
+            config=self.config,
+            drafter=self._drafter,
+            sampling=options.sampling,
+            stop_ids=tuple(stop_ids),
+            traversal=self.strategy.traversal,
+            group=self.strategy.group,
+            plan=LayerPlan.every(self.config.num_layers, self.strategy.refresh_every),
+            implementation=self._implementation,
+        )
+
+    def _capacity(self, tokens: int) -> int:
+        """A power of two that holds the tokens, or the whole context."""
+        return min(max(_SMALLEST_CAPACITY, 1 << (tokens - 1).bit_length()), self.config.max_position)
+
+    def _stream(self, ids: list[int], options: GenerationOptions) -> Iterator[Chunk]:
+        decoding = self._decoding(options)
+        capacity = self._capacity(len(ids) + options.max_new_tokens)
+        width = 1 << (len(ids) - 1).bit_length()  # few shapes of the setup computation
+        padded = np.zeros((1, min(width, capacity)), np.int32)
+        padded[0, : len(ids)] = ids
+        state = init_state(
+            decoding,
+            jnp.asarray(padded),
+            jnp.asarray([len(ids)], jnp.int32),
+            max_new_tokens=options.max_new_tokens,
+            key=jax.random.key(options.seed),
+            capacity=capacity,
+            dtype=self.dtype,
+        )
+        if self.variants.mesh is not None:
+            state = jax.device_put(state, state_sharding(self.variants.mesh, state))
+
+        compiled_before = self.variants.compile_seconds
+        sizes = prefill_sizes(len(ids))
+        rounds = _ROUNDS["cpu" if jax.default_backend() == "cpu" else "gpu"]
+        steps: dict[int, Callable[..., Any]] = {}
+        jobs = sorted(set(sizes))
+        for done, size in enumerate(jobs):
+            self._progress("compile", done, len(jobs) + 1)
+            steps[size] = self.variants.prefill(decoding, self._params, state, size)
+        self._progress("compile", len(jobs), len(jobs) + 1)
+        decode = self.variants.decode(decoding, self._params, state, rounds)
+        self._progress("compile", len(jobs) + 1, len(jobs) + 1)
+
+        began = time.perf_counter()
+        done = 0
+        for size in sizes:
+            state, _ = steps[size](self._params, state)
+            done = min(done + size, len(ids))
+            jax.block_until_ready(state.status)
+            self._progress("prefill", done, len(ids))
+        tokens = [int(state.history[0, len(ids)])]
+        prefill_seconds = time.perf_counter() - began
+
+        scanner = StopScanner(self.tokenizer, options.stop)
+        yield Chunk(text=scanner.push(tokens), tokens=tuple(tokens))
+        began = time.perf_counter()
+        decode_seconds = 0.0
+        while int(state.status[0]) == RUNNING and not scanner.stopped:
+            state, out = decode(self._params, state)
+            new = np.asarray(out.tokens[0, : int(out.count[0])]).tolist()
+            decode_seconds = time.perf_counter() - began
+            tokens += new
+            self._progress("decode", len(tokens), options.max_new_tokens)
+            yield Chunk(text=scanner.push(new), tokens=tuple(new))
+            began = time.perf_counter() - decode_seconds  # the consumer's time is not ours
+        rest = scanner.flush()
+        if rest:
+            yield Chunk(text=rest, tokens=())
+        if scanner.stopped:
+            tokens = tokens[: scanner.tokens_used]
+        return Generation(
+            prompt_ids=tuple(ids),
+            tokens=tuple(tokens),
+            text=scanner.text if self.tokenizer else None,
+            finish_reason=_finish_reason(state, scanner.stopped, len(tokens), options),
+            timings_s={
+                "load": self.load_seconds,
+                "compile": self.variants.compile_seconds - compiled_before,
+                "prefill": prefill_seconds,
+                "decode": decode_seconds,
+            },
+            decode_tok_s=(len(tokens) - 1) / decode_seconds if decode_seconds else 0.0,
+            stats=self._stats(state.stats),
+        )
+
+    def _stats(self, stats: RoundStats) -> dict[str, Any]:
+        host = jax.device_get(stats)
+        rounds = int(host.rounds)
+        return {
+            "precision": self.precision.value,
+            "strategy": dataclasses.asdict(self.strategy) | {"tree": self._tree_size()},
+            "rounds": rounds,
+            "drafted": int(host.drafted),
+            "accepted": int(host.accepted),
+            # The first token comes from prefill, not from a round.
+            "emitted_per_round": (int(host.emitted) - 1) / rounds if rounds else 0.0,
+            "acceptance_by_depth": [
+                int(kept) / int(offered) if offered else 0.0
+                for kept, offered in zip(host.accepted_at, host.offered_at, strict=True)
+            ],
+            "overlap": float(host.overlap / host.overlap_count) if host.overlap_count else None,
+            "overlap_free": float(host.free_overlap / host.overlap_count) if host.overlap_count else None,
+        }
+
+    def _tree_size(self) -> dict[str, int] | None:
+        return dataclasses.asdict(self.strategy.size) if self.strategy.size else None
+
+
+def check_strategy(config: LlamaConfig, strategy: Strategy, allowed: PrecisionClass) -> None:
+    """Refuses a strategy that the model or the user's precision class does not admit.
+
+    Raises:
+      UsageError: says what to change.
+    """
+    if config.nsa is None and (strategy.group > 1 or strategy.refresh_every > 1):
+        raise UsageError(
+            "grouping and layer plans are about selected blocks, and this model's attention is dense: "
+            "drop them, or run sparse attention"
+        )
+    if strategy.refresh_every > config.num_layers:
+        raise UsageError(
+            f"layer plan: refresh-every={strategy.refresh_every} exceeds the model's {config.num_layers} layers"
+        )
+    try:
+        strategy.check(allowed)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def prefill_sizes(tokens: int) -> list[int]:
+    """Passes that cover a prompt: full ones of the largest size, then the smallest that holds the rest."""
+    largest = _PREFILL_SIZES[-1]
+    sizes = [largest] * (tokens // largest)
+    rest = tokens % largest
+    if rest:
+        sizes.append(next(size for size in _PREFILL_SIZES if size >= rest))
+    return sizes
+
+
+def _finish_reason(
+    state: DecodeState, by_string: bool, emitted: int, options: GenerationOptions
+) -> FinishReason:
+    if by_string:
+        return "stop_string"
+    if int(state.status[0]) == STOPPED:
+        return "stop"
+    return "length" if emitted >= options.max_new_tokens else "context"

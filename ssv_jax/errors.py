@@ -1,0 +1,9 @@
+"""Errors that a user of the engine or the command line can act on."""
+
+
+class UsageError(ValueError):
+    """Options that do not make sense, alone or together; the message says what to change."""
+
+
+class ContextLengthError(ValueError):
+    """A prompt that does not fit the model's context."""

@@ -1,0 +1,355 @@
+"""Command line: `python -m ssv_jax.generate`. Text goes to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from .errors import ContextLengthError, UsageError
+
+if TYPE_CHECKING:
+    from .engine import Engine, Generation
+
+_DESCRIPTION = "Generate text with a Llama or Native-Sparse-Attention model in JAX."
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports usage errors in one line, exit status 2."""
+
+    def error(self, message: str) -> Any:
+        self.exit(2, f"error: {message} (see --help)\n")
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be integers separated by commas, got {text!r}") from None
+
+
+def _fields(text: str, names: Sequence[str]) -> dict[str, int]:
+    """`a=1,b=2` with exactly known names."""
+    fields: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        name = name.strip()
+        if name not in names or name in fields or not value.strip().lstrip("-").isdigit():
+            raise argparse.ArgumentTypeError(f"must read {','.join(f'{n}=N' for n in names)}, got {text!r}")
+        fields[name] = int(value)
+    return fields
+
+
+def _tree(text: str) -> dict[str, int]:
+    fields = _fields(text, ("depth", "topk", "nodes"))
+    missing = [name for name in ("depth", "topk", "nodes") if name not in fields]
+    if missing:
+        raise argparse.ArgumentTypeError(f"lacks {', '.join(missing)}: e.g. depth=6,topk=8,nodes=32")
+    return fields
+
+
+def _layer_plan(text: str) -> int:
+    fields = _fields(text, ("refresh-every",))
+    return fields["refresh-every"]
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options."""
+    p = _Parser(prog="python -m ssv_jax.generate", description=_DESCRIPTION, allow_abbrev=False)
+    p.add_argument("stdin", nargs="?", choices=["-"], help="read the prompt from standard input")
+    p.add_argument("--list-models", action="store_true", help="list known model names and exit")
+    source = p.add_argument_group("prompt (exactly one)")
+    source.add_argument("--prompt", metavar="TEXT", help="continue this text")
+    source.add_argument(
+        "--chat",
+        metavar="TEXT",
+        action="append",
+        help="a user turn; repeat for user, assistant, user ... turns, the last being the user's",
+    )
+    source.add_argument("--prompt-file", metavar="FILE", help="continue the text of this UTF-8 file")
+    source.add_argument(
+        "--prompt-ids", metavar="1,2,3", type=_token_ids, help="continue these token ids, as they are"
+    )
+    model = p.add_argument_group("model")
+    model.add_argument(
+        "--model", default="smollm2-135m", metavar="NAME_OR_PATH", help="name, directory or GGUF file"
+    )
+    model.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="default: float32 on a CPU, else bfloat16"
+    )
+    model.add_argument(
+        "--attention",
+        choices=["auto", "dense", "nsa"],
+        default="auto",
+        help="auto runs what the checkpoint holds",
+    )
+    model.add_argument(
+        "--nsa-config", metavar="JSON_OR_PRESET", help="sparse attention to run instead (implies nsa)"
+    )
+    model.add_argument(
+        "--implementation", metavar="NAME", help="of the attention ops; default: the fastest that fits"
+    )
+    model.add_argument("--mesh", metavar="tensor=N", help="spread the model over N devices")
+    out = p.add_argument_group("generation")
+    out.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
+    out.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 (default) is greedy")
+    out.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps all")
+    out.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    out.add_argument("--seed", type=int, default=0)
+    out.add_argument(
+        "--stop", metavar="TEXT", action="append", default=[], help="stop before this text; repeatable"
+    )
+    out.add_argument("--ignore-eos", action="store_true", help="go on after end tokens")
+    spec = p.add_argument_group("speculation")
+    spec.add_argument("--draft", choices=["none", "ngram", "eagle3"], default="none")
+    spec.add_argument("--draft-model", metavar="DIR", help="an EAGLE-3 head")
+    spec.add_argument("--tree", type=_tree, metavar="depth=6,topk=8,nodes=32")
+    spec.add_argument(
+        "--traversal", choices=["bfs", "dfs"], default="bfs", help="order of tree nodes in a pass"
+    )
+    spec.add_argument("--group", type=int, default=1, metavar="N", help="nodes that share a block visit list")
+    spec.add_argument("--grouping", choices=["exact", "shared"], default="exact")
+    spec.add_argument("--layer-plan", type=_layer_plan, default=1, metavar="refresh-every=N")
+    spec.add_argument("--precision", choices=["lossless", "strict", "approx"], default="lossless")
+    report = p.add_argument_group("output")
+    report.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    report.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    return p
+
+
+class _Progress:
+    """One line per phase on stderr, rewritten in place on a terminal."""
+
+    def __init__(self, stream: TextIO, enabled: bool) -> None:
+        self._stream, self._enabled = stream, enabled
+        self._terminal = stream.isatty()
+        self._stage = ""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if not self._enabled or stage == "decode":
+            return
+        if self._terminal:
+            start = "\r" if stage == self._stage else ""
+            self._stream.write(f"{start}{stage} {done}/{total}" + ("\n" if done == total else ""))
+        elif done == total:
+            self._stream.write(f"{stage} {done}/{total}\n")
+        elif stage != self._stage:
+            self._stream.write(f"{stage} ...\n")
+        self._stage = "" if done == total else stage
+        self._stream.flush()
+
+    def say(self, text: str) -> None:
+        """One whole line."""
+        if self._enabled:
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
+
+
+def _read_prompt(args: argparse.Namespace) -> tuple[str, Any]:
+    """The kind of prompt and its content.
+
+    Raises:
+      UsageError: none or several, or one that cannot be read.
+    """
+    given = {
+        "--prompt": args.prompt,
+        "--chat": args.chat,
+        "--prompt-file": args.prompt_file,
+        "--prompt-ids": args.prompt_ids,
+        "-": args.stdin,
+    }
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) != 1:
+        what = "none" if not names else f"{' and '.join(names)}"
+        raise UsageError(f"give exactly one of {', '.join(given)}; got {what}")
+    if args.chat is not None:
+        if len(args.chat) % 2 == 0:
+            raise UsageError(
+                f"--chat turns alternate user, assistant, user: {len(args.chat)} turns end with the assistant's; "
+                "add a user turn"
+            )
+        return "chat", args.chat
+    if args.prompt_ids is not None:
+        return "ids", args.prompt_ids
+    if args.prompt is not None:
+        text = args.prompt
+    elif args.stdin is not None:
+        text = sys.stdin.read()
+    else:
+        try:
+            text = Path(args.prompt_file).read_text(encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--prompt-file {args.prompt_file}: {error.strerror or error}") from None
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"--prompt-file {args.prompt_file}: not UTF-8 at byte {error.start}; convert it first"
+            ) from None
+    if not text:
+        raise UsageError("the prompt is empty: give some text")
+    return "text", text
+
+
+def _enable_compilation_cache() -> None:
+    """Keeps compiled code between runs, so that a second start is fast."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(Path(root) / "ssv-jax" / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _versions() -> dict[str, str]:
+    import importlib.metadata
+
+    names = ("ssv-jax", "jax", "jaxlib", "flax", "numpy")
+    found = {}
+    for name in names:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def _load(args: argparse.Namespace, progress: _Progress) -> Engine:
+    from .engine import Engine, parse_mesh
+    from .models.config import nsa_from_json
+    from .strategy import PrecisionClass, Strategy, TreeSpec
+
+    try:
+        nsa = None if args.nsa_config is None else nsa_from_json(args.nsa_config)
+        strategy = Strategy(
+            draft=args.draft,
+            tree=TreeSpec(**args.tree) if args.tree else None,
+            traversal=args.traversal,
+            group=args.group,
+            grouping=args.grouping,
+            refresh_every=args.layer_plan,
+        )
+        strategy.check(PrecisionClass(args.precision))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return Engine.load(
+        args.model,
+        attention=args.attention,
+        nsa_config=nsa,
+        dtype=args.dtype,
+        progress=progress,
+        strategy=strategy,
+        precision=PrecisionClass(args.precision),
+        draft_model=args.draft_model,
+        implementation=args.implementation,
+        tensor=parse_mesh(args.mesh) if args.mesh else 1,
+    )
+
+
+def _report(engine: Engine, result: Generation) -> dict[str, Any]:
+    import jax
+
+    return {
+        "prompt_tokens": len(result.prompt_ids),
+        "prompt_ids": list(result.prompt_ids),
+        "tokens": list(result.tokens),
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "timings_s": {name: round(value, 4) for name, value in result.timings_s.items()},
+        "decode_tok_s": round(result.decode_tok_s, 2),
+        "device": jax.devices()[0].device_kind,
+        "dtype": str(engine.dtype),
+        "attention": "dense" if engine.config.nsa is None else "nsa",
+        **result.stats,
+        "notes": list(engine.notes),
+        "versions": _versions(),
+    }
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from .engine import GenerationOptions
+
+    progress = _Progress(sys.stderr, enabled=not args.quiet)
+    options = {
+        "max_new_tokens": args.max_new_tokens,
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "seed": args.seed,
+        "stop": tuple(args.stop),
+        "ignore_eos": args.ignore_eos,
+    }
+    GenerationOptions(**options)
+    kind, content = _read_prompt(args)
+    _enable_compilation_cache()
+    engine = _load(args, progress)
+    for note in engine.notes:
+        progress.say(f"note: {note}")
+    if kind == "chat":
+        turns = [
+            {"role": "user" if turn % 2 == 0 else "assistant", "content": text}
+            for turn, text in enumerate(content)
+        ]
+        content = engine.encode_chat(turns)
+    stream = engine.stream(content, **options)
+    while True:
+        try:
+            chunk = next(stream)
+        except StopIteration as end:
+            result = end.value
+            break
+        if not args.json:
+            text = chunk.text if engine.tokenizer else "".join(f"{token} " for token in chunk.tokens)
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    if args.json:
+        print(json.dumps(_report(engine, result), ensure_ascii=False))
+    else:
+        print()
+    emitted = f", {result.stats['emitted_per_round']:.2f} tokens per round" if args.draft != "none" else ""
+    progress.say(
+        f"{len(result.tokens)} tokens ({result.finish_reason}), {result.decode_tok_s:.1f} tok/s{emitted}, "
+        f"precision {engine.precision.value}; "
+        + ", ".join(f"{name} {value:.1f} s" for name, value in result.timings_s.items())
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status: 2 for usage errors, 1 for what cannot be read or run."""
+    args = parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        if args.list_models:
+            from .registry import MODELS
+
+            for name, model in MODELS.items():
+                print(f"{name}\t{model.description}")
+            return 0
+        _generate(args)
+    except (UsageError, ContextLengthError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError) else 1
+    except ValueError as error:  # CheckpointError and what a kernel or template refuses
+        if type(error).__module__.startswith("ssv_jax"):
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        raise
+    except NotImplementedError as error:  # UnsupportedKernelError
+        if type(error).__module__.startswith("ssv_jax"):
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        raise
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,130 @@
+"""Strategies: how a run drafts and verifies, and which deviation from autoregressive decoding that implies.
+
+Imports no jax: strategies are compared, ranked and validated on the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Literal
+
+
+class PrecisionClass(enum.Enum):
+    """What a run may emit, in order of deviation.
+
+    `LOSSLESS`: exactly what autoregressive decoding with a selection in every layer emits.
+    `STRICT`: exactly what autoregressive decoding with the same layer plan emits.
+    `APPROX`: no such guarantee; queries of a group may share a selection.
+    """
+
+    LOSSLESS = "lossless"
+    STRICT = "strict"
+    APPROX = "approx"
+
+    def allows(self, other: PrecisionClass) -> bool:
+        """Whether a run of class `other` is acceptable to a user who allows this class."""
+        order = list(PrecisionClass)
+        return order.index(other) <= order.index(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class TreeSpec:
+    """Size of a draft tree.
+
+    Args:
+      depth: edges on its longest path.
+      topk: candidates that every expansion considers; branches of the n-gram drafter.
+      nodes: nodes that are verified, the root included.
+
+    Raises:
+      ValueError: a value out of range.
+    """
+
+    depth: int
+    topk: int
+    nodes: int
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "topk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"tree {name} must be >= 1, got {getattr(self, name)}")
+        if self.nodes < 2:
+            raise ValueError(f"tree nodes must be >= 2 (the root and a draft), got {self.nodes}")
+        if self.nodes < self.depth + 1:
+            raise ValueError(
+                f"tree nodes={self.nodes} cannot hold a path of depth={self.depth}: use nodes >= {self.depth + 1}"
+            )
+
+
+DRAFTERS = ("none", "ngram", "eagle3")
+DEFAULT_TREES = {"ngram": TreeSpec(depth=7, topk=1, nodes=8), "eagle3": TreeSpec(depth=6, topk=8, nodes=32)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Strategy:
+    """One way to decode.
+
+    Args:
+      draft: drafter, one of `DRAFTERS`.
+      tree: size of the draft tree; None for the drafter's default.
+      traversal: order of the nodes in a pass.
+      group: consecutive nodes that share a visit list.
+      grouping: `exact` visits the union of the group's selections; `shared` gives all the group's nodes the
+        first one's.
+      refresh_every: layers 0, k, 2k, ... select blocks, the others inherit.
+
+    Raises:
+      ValueError: an unknown name or a value out of range.
+    """
+
+    draft: str = "none"
+    tree: TreeSpec | None = None
+    traversal: Literal["bfs", "dfs"] = "bfs"
+    group: int = 1
+    grouping: Literal["exact", "shared"] = "exact"
+    refresh_every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.draft not in DRAFTERS:
+            raise ValueError(f"unknown drafter {self.draft!r}; known: {', '.join(DRAFTERS)}")
+        if self.traversal not in ("bfs", "dfs"):
+            raise ValueError(f"traversal must be bfs or dfs, got {self.traversal!r}")
+        if self.grouping not in ("exact", "shared"):
+            raise ValueError(f"grouping must be exact or shared, got {self.grouping!r}")
+        if not 1 <= self.group <= 32:
+            raise ValueError(f"group must be between 1 and 32, got {self.group}")
+        if self.refresh_every < 1:
+            raise ValueError(f"layer plan: refresh-every must be >= 1, got {self.refresh_every}")
+        if self.draft == "none" and self.tree is not None:
+            raise ValueError("a tree needs a drafter: choose ngram or eagle3, or leave the tree out")
+        size = self.size
+        if size and self.draft == "ngram" and size.nodes > size.depth * size.topk + 1:
+            raise ValueError(
+                f"tree nodes={size.nodes} exceeds the pool: {size.topk} branches of depth {size.depth} and the "
+                f"root give {size.depth * size.topk + 1}"
+            )
+
+    @property
+    def size(self) -> TreeSpec | None:
+        """The tree that is drafted, None for autoregressive decoding."""
+        return self.tree or DEFAULT_TREES.get(self.draft)
+
+    @property
+    def precision(self) -> PrecisionClass:
+        """The class that this strategy's output belongs to, on a sparse target."""
+        if self.grouping == "shared" and self.group > 1:
+            return PrecisionClass.APPROX
+        return PrecisionClass.LOSSLESS if self.refresh_every == 1 else PrecisionClass.STRICT
+
+    def check(self, allowed: PrecisionClass) -> None:
+        """Raises ValueError when this strategy deviates more than the user allows."""
+        if not allowed.allows(self.precision):
+            cause = (
+                "shared grouping" if self.precision is PrecisionClass.APPROX else "a layer plan with reuse"
+            )
+            raise ValueError(
+                f"{cause} is {self.precision.value}, but only {allowed.value} is allowed: "
+                f"allow precision {self.precision.value}, or use "
+                + ("exact grouping" if self.precision is PrecisionClass.APPROX else "refresh-every=1")
+            )
