@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
 
 from ..pallas_kernels import Completions, Selection, TreeQueries, dense_verify
 from ..pallas_kernels.dispatch import Implementation
@@ -27,6 +28,7 @@ class PassContext:
       cos, sin: rotary angles of the nodes.
       completions: compressed entries that nodes complete; None in dense models.
       entry_cos, entry_sin: rotary angles of those entries.
+      shared: for approximate runs, whether groups share their first node's blocks; None for exact runs.
     """
 
     queries: TreeQueries
@@ -35,6 +37,7 @@ class PassContext:
     completions: Completions | None = None
     entry_cos: Float[Array, "B M half"] | None = None
     entry_sin: Float[Array, "B M half"] | None = None
+    shared: Bool[Array, ""] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +55,7 @@ class LayerOptions:
     implementation: Implementation = None
 
 
+@runtime_checkable
 class SparseAttention(Protocol):
     """An attention layer over a cache and a tree of nodes; dense attention is one that selects nothing."""
 
@@ -70,7 +74,7 @@ class SparseAttention(Protocol):
 class Heads(nnx.Module):
     """Projections into and out of the attention heads, with the fused query-key-value kernel."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         heads = (config.num_kv_heads, config.group + 2, config.head_dim)
         self.qkv = Projection((config.hidden_size,), heads, bias=config.qkv_bias, dtype=dtype, rngs=rngs)
         self.o = Projection(

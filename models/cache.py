@@ -10,6 +10,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..pallas_kernels import CachedKV, Geometry, TreeKV
@@ -91,9 +92,7 @@ def geometry_of(nsa: NSAConfig) -> Geometry:
     )
 
 
-def init_cache(
-    config: LlamaConfig, capacity: int, *, batch: int = 1, dtype: jnp.dtype = jnp.float32
-) -> Cache:
+def init_cache(config: LlamaConfig, capacity: int, *, batch: int = 1, dtype: DTypeLike = jnp.float32) -> Cache:
     """An empty cache for at least `capacity` tokens (rounded up to whole blocks).
 
     Args:
@@ -118,13 +117,9 @@ def init_cache(
             return DenseLayerCache(k=zeros(rows), v=zeros(rows))
         entries = max(geometry_of(config.nsa).entries(rows), 1)
         kv = CachedKV(k=zeros(rows), v=zeros(rows), k_cmp=zeros(entries), v_cmp=zeros(entries))
-        return NSALayerCache(
-            kv=kv, tail_k=zeros(config.nsa.kernel_size), tail_v=zeros(config.nsa.kernel_size)
-        )
+        return NSALayerCache(kv=kv, tail_k=zeros(config.nsa.kernel_size), tail_v=zeros(config.nsa.kernel_size))
 
-    return Cache(
-        layers=tuple(layer() for _ in range(config.num_layers)), length=jnp.zeros((batch,), jnp.int32)
-    )
+    return Cache(layers=tuple(layer() for _ in range(config.num_layers)), length=jnp.zeros((batch,), jnp.int32))
 
 
 def _append(
@@ -217,9 +212,7 @@ def commit(
             k_cmp=append_entries(layer.kv.k_cmp, tree.kv.k_cmp),
             v_cmp=append_entries(layer.kv.v_cmp, tree.kv.v_cmp),
         )
-        return NSALayerCache(
-            kv=kv, tail_k=new_tail(layer.tail_k, tree.raw_k), tail_v=new_tail(layer.tail_v, tree.kv.v)
-        )
+        return NSALayerCache(kv=kv, tail_k=new_tail(layer.tail_k, tree.raw_k), tail_v=new_tail(layer.tail_v, tree.kv.v))
 
     layers = tuple(sparse(layer, tree) for layer, tree in zip(cache.layers, trees, strict=True))
     return Cache(layers=layers, length=length + count)

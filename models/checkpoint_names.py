@@ -164,9 +164,7 @@ def tensor_layout(config: LlamaConfig, naming: Naming) -> dict[str, tuple[Piece,
     return layout
 
 
-def _layer_layout(
-    config: LlamaConfig, naming: Naming, roles: Mapping[str, str]
-) -> dict[str, tuple[Piece, ...]]:
+def _layer_layout(config: LlamaConfig, naming: Naming, roles: Mapping[str, str]) -> dict[str, tuple[Piece, ...]]:
     e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
     heads, kv_heads, g = config.num_heads, config.num_kv_heads, config.group
 
@@ -230,9 +228,7 @@ def _gate_up(
     )
 
 
-def _nsa_layout(
-    config: LlamaConfig, nsa: NSAConfig, roles: Mapping[str, str]
-) -> dict[str, tuple[Piece, ...]]:
+def _nsa_layout(config: LlamaConfig, nsa: NSAConfig, roles: Mapping[str, str]) -> dict[str, tuple[Piece, ...]]:
     """Branch gates and compressors."""
     e, d, k, length = config.hidden_size, config.head_dim, config.num_kv_heads, nsa.kernel_size
     rows = 3 * config.num_heads if nsa.gate_scope == "head" else 3
@@ -265,11 +261,15 @@ def _nsa_layout(
     return layout
 
 
+# Rows of a block of `copy_tensor`.
+_COPY_ROWS = 64
+
+
 def copy_tensor(target: _Array, source: _Array) -> None:
     """Copies `source` into `target` (same shape, any strides), converting the dtype.
 
-    A transposing copy in one piece misses the cache on nearly every element; by blocks of rows it is an
-    order of magnitude faster.
+    A transposing copy in one piece misses the cache on nearly every element; by blocks of rows it is an order
+    of magnitude faster.
     """
     if source.ndim < 2:
         target[...] = source
@@ -280,6 +280,3 @@ def copy_tensor(target: _Array, source: _Array) -> None:
         step = max(1, _COPY_ROWS // max(1, source[0].size // source.shape[-1]))
         for start in range(0, source.shape[0], step):
             target[start : start + step] = source[start : start + step]
-
-
-_COPY_ROWS = 64

@@ -117,14 +117,10 @@ class NSAConfig:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"nsa {name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
-                )
+                raise ValueError(f"nsa {name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         for name, only in _FIXED.items():
             if getattr(self, name) != only:
-                raise ValueError(
-                    f"nsa {name}={getattr(self, name)!r} is not supported: only {only!r} is implemented"
-                )
+                raise ValueError(f"nsa {name}={getattr(self, name)!r} is not supported: only {only!r} is implemented")
         for name in ("round_n_pow2", "gate_bias"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"nsa {name} must be true or false, got {getattr(self, name)!r}")
@@ -138,9 +134,7 @@ class NSAConfig:
                 f"and block_size={self.block_size}"
             )
         if self.kernel_size > self.block_size:
-            raise ValueError(
-                f"nsa kernel_size={self.kernel_size} must not exceed block_size={self.block_size}"
-            )
+            raise ValueError(f"nsa kernel_size={self.kernel_size} must not exceed block_size={self.block_size}")
         if self.local_blocks < 1:
             raise ValueError("nsa local_blocks must be >= 1: a query always reads its own block")
         if self.n_blocks < self.init_blocks + self.local_blocks:
@@ -209,9 +203,7 @@ def nsa_from_json(text: str) -> NSAConfig:
             f"nsa config {text!r} is neither a preset ({presets}) nor JSON: {error.msg} at column {error.colno}"
         ) from None
     if not isinstance(fields, dict):
-        raise ValueError(
-            f"nsa config must be a JSON object or a preset ({presets}), got {type(fields).__name__}"
-        )
+        raise ValueError(f"nsa config must be a JSON object or a preset ({presets}), got {type(fields).__name__}")
     preset = fields.pop("preset", None)
     if preset is not None and preset not in NSA_PRESETS:
         raise ValueError(f"unknown nsa preset {preset!r}; known: {presets}")
@@ -258,9 +250,7 @@ class LlamaConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}"
-            )
+            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: rotary embedding rotates pairs")
 

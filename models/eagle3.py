@@ -1,7 +1,8 @@
-"""EAGLE-3 draft head: fused target features, one decoder layer over (token, feature) pairs, a reduced vocabulary.
+"""EAGLE-3 draft head: fused target features, decoder layers over (token, feature) pairs, a reduced vocabulary.
 
-Pair i joins the target's feature at position i with the token at i + 1. The head's output for a pair is the next
-feature, from which the token at i + 2 is predicted and which takes the target feature's place in drafted pairs.
+Pair i joins the target's feature at position i with the token at i + 1. The head's output for a pair is the
+next feature, from which the token at i + 2 is predicted and which takes the target feature's place in drafted
+pairs.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..pallas_kernels import ShapeError, TreeQueries, dense_verify
 from ..pallas_kernels.dispatch import Implementation
-from .cache import Cache, DenseLayerCache, DenseLayerTree
+from .cache import Cache, DenseLayerCache, DenseLayerTree, LayerCache
 from .eagle3_config import NUM_TAPS, Eagle3Config
 from .layers import Projection, RMSNorm, SwiGLU, rope_angles, rotate
 from .llama import Embedding, fill_state, flat_name
@@ -43,25 +45,22 @@ class DraftOptions:
 class DraftAttention(nnx.Module):
     """Grouped-query attention whose input may be wider than its output."""
 
-    def __init__(self, config: Eagle3Config, inputs: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: Eagle3Config, inputs: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         kv_heads, group, dim = config.num_kv_heads, config.group, config.head_dim
         self.config = config
-        self.qkv = Projection(
-            (inputs,), (kv_heads, group + 2, dim), bias=config.qkv_bias, dtype=dtype, rngs=rngs
-        )
-        self.o = Projection(
-            (kv_heads, group, dim), (config.hidden_size,), bias=config.o_bias, dtype=dtype, rngs=rngs
-        )
+        self.qkv = Projection((inputs,), (kv_heads, group + 2, dim), bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.o = Projection((kv_heads, group, dim), (config.hidden_size,), bias=config.o_bias, dtype=dtype, rngs=rngs)
 
     def __call__(
         self,
         x: Float[Array, "B T I"],
         queries: TreeQueries,
-        cache: DenseLayerCache,
+        cache: LayerCache,
         earlier: DenseLayerTree | None,
         options: DraftOptions,
     ) -> tuple[Float[Array, "B T E"], DenseLayerTree]:
         """See `Eagle3.__call__`."""
+        assert isinstance(cache, DenseLayerCache)
         qkv = self.qkv(x)
         q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
         rows = x.shape[1]
@@ -90,7 +89,7 @@ class DraftAttention(nnx.Module):
 class DraftLayer(nnx.Module):
     """A decoder layer; the first of a head attends from token and feature side by side."""
 
-    def __init__(self, config: Eagle3Config, *, first: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: Eagle3Config, *, first: bool, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         size, eps = config.hidden_size, config.rms_eps
         self.normed_residual = config.normed_residual
         if first:
@@ -107,7 +106,7 @@ class DraftLayer(nnx.Module):
         x: Float[Array, "B T E"],
         embedded: Float[Array, "B T E"] | None,
         queries: TreeQueries,
-        cache: DenseLayerCache,
+        cache: LayerCache,
         earlier: DenseLayerTree | None,
         options: DraftOptions,
     ) -> tuple[Float[Array, "B T E"], DenseLayerTree]:
@@ -126,14 +125,14 @@ class DraftLayer(nnx.Module):
 class Eagle3(nnx.Module):
     """The head; holds parameters only, the cache of pairs travels as an argument."""
 
-    def __init__(self, config: Eagle3Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: Eagle3Config, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         self.config = config
         if config.own_embedding:
             self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
         width = config.target_hidden_size
         if config.tap_norm == "each":
             norms = [RMSNorm(width, eps=config.rms_eps, dtype=dtype) for _ in range(NUM_TAPS)]
-            self.tap_norm = nnx.List(norms)
+            self.tap_norms = nnx.List(norms)
         elif config.tap_norm == "concat":
             self.tap_norm = RMSNorm(NUM_TAPS * width, eps=config.rms_eps, dtype=dtype)
         self.fc = Projection((NUM_TAPS * width,), (config.hidden_size,), bias=False, dtype=dtype, rngs=rngs)
@@ -141,9 +140,7 @@ class Eagle3(nnx.Module):
             [DraftLayer(config, first=i == 0, dtype=dtype, rngs=rngs) for i in range(config.num_layers)]
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_eps, dtype=dtype)
-        self.lm_head = Projection(
-            (config.hidden_size,), (config.draft_vocab_size,), bias=False, dtype=dtype, rngs=rngs
-        )
+        self.lm_head = Projection((config.hidden_size,), (config.draft_vocab_size,), bias=False, dtype=dtype, rngs=rngs)
         if config.reduced_vocab:
             self.target_ids = VocabMap(jnp.arange(config.draft_vocab_size, dtype=jnp.int32))
 
@@ -160,7 +157,7 @@ class Eagle3(nnx.Module):
         with jax.default_matmul_precision("highest"):
             taps = tuple(tap.astype(self.fc.kernel.dtype) for tap in taps)
             if self.config.tap_norm == "each":
-                taps = tuple(norm(tap) for norm, tap in zip(self.tap_norm, taps, strict=True))
+                taps = tuple(norm(tap) for norm, tap in zip(self.tap_norms, taps, strict=True))
             joined = jnp.concatenate(taps, axis=-1)
             if self.config.tap_norm == "concat":
                 joined = self.tap_norm(joined)
@@ -180,7 +177,7 @@ class Eagle3(nnx.Module):
         Args:
           embedded: embeddings of the pairs' tokens.
           features: the pairs' features: fused taps, or outputs of this method.
-          queries: where the pairs of this pass and of `earlier` ones stand, X in all; the last T are this pass.
+          queries: where the X pairs of `earlier` passes and of this one stand; this one's are the last T.
           cache: stable pairs.
           earlier: keys and values of the X - T pairs before this pass, by layer.
           options: static choices.
@@ -215,7 +212,7 @@ class Eagle3(nnx.Module):
         return jnp.take(self.target_ids[...], draft_ids) if self.config.reduced_vocab else draft_ids
 
 
-def init_draft_cache(config: Eagle3Config, capacity: int, *, batch: int, dtype: jnp.dtype) -> Cache:
+def init_draft_cache(config: Eagle3Config, capacity: int, *, batch: int, dtype: DTypeLike) -> Cache:
     """An empty cache of `capacity` pairs."""
 
     def zeros() -> Float[Array, "B K L D"]:
@@ -225,7 +222,7 @@ def init_draft_cache(config: Eagle3Config, capacity: int, *, batch: int, dtype: 
     return Cache(layers=layers, length=jnp.zeros((batch,), jnp.int32))
 
 
-def _abstract(config: Eagle3Config, dtype: jnp.dtype) -> tuple[nnx.GraphDef, nnx.State]:
+def _abstract(config: Eagle3Config, dtype: DTypeLike) -> tuple[nnx.GraphDef, nnx.State]:
     return nnx.split(nnx.eval_shape(lambda: Eagle3(config, dtype=dtype, rngs=nnx.Rngs(0))))
 
 
@@ -236,7 +233,7 @@ def param_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
 
 
 def build(
-    config: Eagle3Config, params: Mapping[str, Array | np.ndarray], dtype: jnp.dtype = jnp.float32
+    config: Eagle3Config, params: Mapping[str, Array | np.ndarray], dtype: DTypeLike = jnp.float32
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """The head's structure and state with the given parameters.
 
@@ -252,7 +249,7 @@ def build(
     return graphdef, fill_state(state, params)
 
 
-def random_params(config: Eagle3Config, seed: int = 0, dtype: jnp.dtype = jnp.float32) -> dict[str, Array]:
+def random_params(config: Eagle3Config, seed: int = 0, dtype: DTypeLike = jnp.float32) -> dict[str, Array]:
     """Freshly initialised parameters by flat name; the draft vocabulary is the first ids."""
     make = jax.jit(lambda: nnx.split(Eagle3(config, dtype=dtype, rngs=nnx.Rngs(seed)))[1])
     return {flat_name(path): leaf[...] for path, leaf in nnx.to_flat_state(make())}

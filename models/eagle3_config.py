@@ -1,7 +1,7 @@
 """What an EAGLE-3 draft head is, and how the checkpoints in circulation describe one (arXiv 2503.01840).
 
-Nothing here imports jax. Fields of a `config.json` that this module does not know are refused: an option that is
-ignored would only show as drafts that are rarely accepted.
+Nothing here imports jax. Fields of a `config.json` that this module does not know are refused: an option that
+is ignored would only show as drafts that are rarely accepted.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ TAP_CONVENTIONS: tuple[TapConvention, ...] = ("residual", "layer-output")
 
 _CONSUMED = frozenset(
     """
-    hidden_size target_hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps
-    vocab_size draft_vocab_size num_hidden_layers rope_theta rope_scaling rope_parameters attention_bias qkv_bias
-    mlp_bias fc_norm norm_before_fc norm_before_residual norm_output eagle_config eagle_aux_hidden_state_layer_ids
+    hidden_size target_hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim
+    rms_norm_eps vocab_size draft_vocab_size num_hidden_layers rope_theta rope_scaling rope_parameters
+    attention_bias qkv_bias mlp_bias fc_norm norm_before_fc norm_before_residual norm_output eagle_config
+    eagle_aux_hidden_state_layer_ids
     """.split()
 )
 _EAGLE_CONFIG = frozenset(("eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "tap_convention"))
-# Without influence on the mathematics of inference. `max_position_embeddings` is among them on purpose: rotary angles
-# are computed, and drafters are routinely run far beyond the (often copied) limit in their file.
+# Without influence on the mathematics of inference. `max_position_embeddings` is among them on purpose: rotary
+# angles are computed, and heads are routinely run far beyond the (often copied) limit in their file.
 _IRRELEVANT = frozenset(
     """
-    architectures model_type torch_dtype dtype transformers_version _name_or_path name_or_path initializer_range
-    use_cache pretraining_tp attention_dropout bos_token_id eos_token_id pad_token_id max_position_embeddings
-    target_model_type max_window_layers output_attentions output_hidden_states return_dict
+    architectures model_type torch_dtype dtype transformers_version _name_or_path name_or_path
+    initializer_range use_cache pretraining_tp attention_dropout bos_token_id eos_token_id pad_token_id
+    max_position_embeddings target_model_type max_window_layers output_attentions output_hidden_states
+    return_dict
     """.split()
 )
 # Fields that are accepted with one of these values only.
@@ -74,7 +76,8 @@ class Eagle3Config:
       own_head: an output matrix of its own; otherwise the rows of the target's at the draft vocabulary.
 
     Raises:
-      ValueError: a size that is not positive, heads that do not group, or taps that are not three rising indices.
+      ValueError: a size that is not positive, heads that do not group, or taps that are not three rising
+        indices.
     """
 
     vocab_size: int
@@ -112,21 +115,19 @@ class Eagle3Config:
         if self.head_dim % 2:
             raise ValueError(f"eagle3 head_dim={self.head_dim} must be even: rotary embedding rotates pairs")
         if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(
-                f"eagle3 draft_vocab_size={self.draft_vocab_size} exceeds vocab_size={self.vocab_size}"
-            )
+            raise ValueError(f"eagle3 draft_vocab_size={self.draft_vocab_size} exceeds vocab_size={self.vocab_size}")
         if self.tap_norm not in ("none", "each", "concat"):
             raise ValueError(f"eagle3 tap_norm must be none, each or concat, got {self.tap_norm!r}")
         check_taps(self.taps)
         if not self.own_embedding and self.hidden_size != self.target_hidden_size:
             raise ValueError(
-                f"eagle3 hidden_size={self.hidden_size} differs from target_hidden_size={self.target_hidden_size}, "
-                "so the head cannot share the target's embeddings and needs its own"
+                f"eagle3 hidden_size={self.hidden_size} differs from target_hidden_size="
+                f"{self.target_hidden_size}: the head cannot share the target's embeddings and needs its own"
             )
         if not self.own_head and self.hidden_size != self.target_hidden_size:
             raise ValueError(
-                f"eagle3 hidden_size={self.hidden_size} differs from target_hidden_size={self.target_hidden_size}, "
-                "so the head cannot share the target's output matrix and needs its own"
+                f"eagle3 hidden_size={self.hidden_size} differs from target_hidden_size="
+                f"{self.target_hidden_size}: the head cannot share the target's output matrix and needs its own"
             )
 
     @property
@@ -162,8 +163,8 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
     taps = (2, num_layers // 2, num_layers - 3)
     if num_layers < 7:
         raise ValueError(
-            f"eagle3: a target of {num_layers} layers has no three different default taps (they need 7 layers): "
-            "name them"
+            f"eagle3: a target of {num_layers} layers has no three different default taps (they need 7 "
+            "layers): name them"
         )
     return taps
 
@@ -173,9 +174,9 @@ def resolve_taps(
 ) -> tuple[int, ...]:
     """Residual-stream indices from the ids of a checkpoint.
 
-    Two conventions are in use: `residual` counts residual streams (id k is the stream after k layers), `layer-output`
-    counts layers from 0 (id k is the output of layer k, the stream after k + 1 layers). Ids that are the defaults of
-    one convention are recognised; for others the convention must be given.
+    Two conventions are in use: `residual` counts residual streams (id k is the stream after k layers),
+    `layer-output` counts layers from 0 (id k is the output of layer k, the stream after k + 1 layers). Ids
+    that are the defaults of one convention are recognised; for others the convention must be given.
 
     Args:
       ids: as stored, None for the defaults.
@@ -197,16 +198,14 @@ def resolve_taps(
             convention = "layer-output"
         else:
             raise ValueError(
-                f"eagle3 tap ids {list(ids)} are the defaults of neither convention for {num_layers} layers: say "
-                "tap_convention 'residual' (id k is the residual stream after k layers, 0 the embeddings) or "
-                "'layer-output' (id k is the output of layer k, counted from 0)"
+                f"eagle3 tap ids {list(ids)} are the defaults of neither convention for {num_layers} layers: "
+                "say tap_convention 'residual' (id k is the residual stream after k layers, 0 the embeddings) "
+                "or 'layer-output' (id k is the output of layer k, counted from 0)"
             )
     check_taps(ids)
     taps = tuple(tap + (convention == "layer-output") for tap in ids)
     if taps[-1] > num_layers:
-        raise ValueError(
-            f"eagle3 tap ids {list(ids)} ({convention}) reach beyond the target's {num_layers} layers"
-        )
+        raise ValueError(f"eagle3 tap ids {list(ids)} ({convention}) reach beyond the target's {num_layers} layers")
     return taps
 
 
@@ -247,13 +246,14 @@ def parse_eagle3_config(
     Args:
       path: the file, for messages.
       fields: its content.
-      shapes: of the tensors beside it, in canonical names; they say whether the head has an embedding and an output
-        matrix of its own.
+      shapes: of the tensors beside it, in canonical names; they say whether the head has an embedding and an
+        output matrix of its own.
       target: what it drafts for.
       tap_convention: of the tap ids; None takes `eagle_config.tap_convention`, or recognises default ids.
 
     Raises:
-      CheckpointError: a field that is unknown, missing, of a wrong type or value, or a head for another target.
+      CheckpointError: a field that is unknown, missing, of a wrong type or value, or a head for another
+        target.
     """
     reader = _Fields(path, fields)
     _refuse_unknown(reader, fields)
@@ -302,17 +302,15 @@ def _refuse_unknown(reader: _Fields, fields: Mapping[str, Any]) -> None:
     unknown += [f"eagle_config.{name}" for name in sorted(set(eagle) - _EAGLE_CONFIG)]
     if unknown:
         raise reader.error(
-            f"unknown field(s) {', '.join(unknown)}: this EAGLE-3 variant is not implemented, or the file describes "
-            "another kind of model"
+            f"unknown field(s) {', '.join(unknown)}: this EAGLE-3 variant is not implemented, or the file "
+            "describes another kind of model"
         )
     for name, allowed in _ONLY.items():
         value = fields.get(name, allowed[0])
         if value is not None and value not in allowed:
             raise reader.error(f"{name}={value!r} is not supported, only {allowed[0]!r}")
     if not eagle.get("use_aux_hidden_state", True):
-        raise reader.error(
-            "eagle_config.use_aux_hidden_state is false: only heads that fuse three taps are supported"
-        )
+        raise reader.error("eagle_config.use_aux_hidden_state is false: only heads that fuse three taps are supported")
 
 
 def _parse_taps(reader: _Fields, target: LlamaConfig, convention: TapConvention | None) -> tuple[int, ...]:
@@ -353,7 +351,7 @@ def eagle3_config_to_json(config: Eagle3Config, dtype: str) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
         "attention_bias": config.o_bias,
-        # Other programs take ids that start with 1 for layer outputs, and most heads in circulation use those.
+        # Most heads in circulation use layer outputs, and other programs take ids that start with 1 for them.
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in config.taps],
             "use_aux_hidden_state": True,

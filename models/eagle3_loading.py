@@ -1,4 +1,4 @@
-"""Checkpoints of EAGLE-3 heads: the official `pytorch_model.bin` and SpecForge's `model.safetensors`, both ways.
+"""Checkpoints of EAGLE-3 heads: reads the official `pytorch_model.bin` and SpecForge's safetensors, writes those.
 
 Every tensor must be expected and every expected one present with its exact shape.
 """
@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import ml_dtypes
 import numpy as np
@@ -55,13 +54,6 @@ class Eagle3Checkpoint:
     source: str
 
 
-class _Source(Protocol):
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-
-    def read(self, name: str) -> np.ndarray: ...
-
-
 class _AnyDtypeReader(SafetensorsReader):
     """Reads integer and boolean tensors as well."""
 
@@ -69,6 +61,9 @@ class _AnyDtypeReader(SafetensorsReader):
         if self.dtypes[name] in ("I64", "I32", "BOOL"):
             return self._handles[name].get_tensor(name)
         return super().read(name)
+
+
+_Source = TorchZipReader | _AnyDtypeReader
 
 
 class _Renamed:
@@ -82,9 +77,7 @@ class _Renamed:
             if canonical.startswith("midlayer."):
                 canonical = "layers.0." + canonical.removeprefix("midlayer.")
             if canonical in self._names:
-                raise CheckpointError(
-                    f"{where}: tensors {self._names[canonical]} and {name} are the same parameter"
-                )
+                raise CheckpointError(f"{where}: tensors {self._names[canonical]} and {name} are the same parameter")
             self._names[canonical] = name
         self.shapes = {canonical: tuple(source.shapes[name]) for canonical, name in self._names.items()}
 
@@ -97,16 +90,14 @@ def eagle3_layout(config: Eagle3Config) -> dict[str, tuple[Piece, ...]]:
     e, v, width = config.hidden_size, config.draft_vocab_size, config.target_hidden_size
     layout: dict[str, tuple[Piece, ...]] = {}
 
-    def one(
-        flat: str, name: str, shape: tuple[int, ...], view: Callable[[np.ndarray], np.ndarray] = _same
-    ) -> None:
+    def one(flat: str, name: str, shape: tuple[int, ...], view: Callable[[np.ndarray], np.ndarray] = _same) -> None:
         layout[flat] = (Piece(name, shape, view),)
 
     if config.own_embedding:
         one("embed/embedding", "embed_tokens.weight", (config.vocab_size, e))
     if config.tap_norm == "each":
         for i in range(NUM_TAPS):
-            one(f"tap_norm/{i}/scale", f"fc_norm.{i}.weight", (width,))
+            one(f"tap_norms/{i}/scale", f"fc_norm.{i}.weight", (width,))
     elif config.tap_norm == "concat":
         one("tap_norm/scale", "input_norm.weight", (NUM_TAPS * width,))
     one("fc/kernel", "fc.weight", (e, NUM_TAPS * width), _transposed)
@@ -125,7 +116,7 @@ def _layer_layout(config: Eagle3Config, prefix: str, *, first: bool) -> dict[str
     queries, keys = config.num_heads * d, config.num_kv_heads * d
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
     if first:
-        layout = {
+        layout: dict[str, tuple[Piece, ...]] = {
             "token_norm/scale": (Piece(prefix + "input_layernorm.weight", (e,), _same),),
             "feature_norm/scale": (Piece(prefix + "hidden_norm.weight", (e,), _same),),
         }
@@ -174,18 +165,17 @@ def load_eagle3(
       directory: holds `config.json` and `model.safetensors` (or shards with an index) or `pytorch_model.bin`.
       target: what the head drafts for.
       tap_convention: what the tap ids mean, needed where they are not the usual ones, see `resolve_taps`.
-      target_params: of the target, needed only for a head without an output matrix: it gets the target's rows.
+      target_params: of the target, needed only for a head without an output matrix, which gets the target's.
       dtype: of the floating-point parameters, None to keep each as it is stored.
 
     Raises:
-      CheckpointError: anything unreadable, unsupported or inconsistent, on one line with the file and a remedy.
+      CheckpointError: anything unreadable, unsupported or inconsistent, on one line with the file and a
+        remedy.
     """
     where = Path(directory)
     wanted = None if dtype is None else _float_dtype(dtype)
     if not where.is_dir():
-        raise CheckpointError(
-            f"{where}: no such directory; give the one that holds the head and its config.json"
-        )
+        raise CheckpointError(f"{where}: no such directory; give the one that holds the head and its config.json")
     fields = read_json_object(where / "config.json")
     source = _Renamed(_open(where), where)
     config = parse_eagle3_config(where / "config.json", fields, source.shapes, target, tap_convention)
@@ -205,8 +195,8 @@ def load_eagle3(
         stored = {part.dtype for part in parts}
         if len(stored) > 1 or not stored <= set(_FLOATS):
             raise CheckpointError(
-                f"{where}: {quote_names([piece.name for piece in pieces])} must be of one dtype out of float32, "
-                f"float16 and bfloat16, found {', '.join(sorted(map(str, stored)))}"
+                f"{where}: {quote_names([piece.name for piece in pieces])} must be of one dtype out of "
+                f"float32, float16 and bfloat16, found {', '.join(sorted(map(str, stored)))}"
             )
         out = np.empty(shapes[flat], wanted or parts[0].dtype)
         for piece, part in zip(pieces, parts, strict=True):
@@ -248,8 +238,8 @@ def _read_target_ids(where: Path, config: Eagle3Config, source: _Renamed) -> np.
         found = source.shapes.get(name)
         if found is None and config.reduced_vocab:
             raise CheckpointError(
-                f"{where}: tensor {name} is missing: with draft_vocab_size {count} of {vocab} the ids of the draft "
-                "vocabulary cannot be guessed"
+                f"{where}: tensor {name} is missing: with draft_vocab_size {count} of {vocab} the ids of the "
+                "draft vocabulary cannot be guessed"
             )
         if found is not None and found != shape:
             raise CheckpointError(f"{where}: {name} has shape {list(found)}, expected {list(shape)}")
@@ -263,8 +253,8 @@ def _read_target_ids(where: Path, config: Eagle3Config, source: _Renamed) -> np.
         )
     if np.unique(ids).size != count:
         raise CheckpointError(
-            f"{where}: {_OFFSETS} leads to only {np.unique(ids).size} different target ids for {count} draft ids; "
-            "it must hold offsets (target id minus draft id)"
+            f"{where}: {_OFFSETS} leads to only {np.unique(ids).size} different target ids for {count} draft "
+            "ids; it must hold offsets (target id minus draft id)"
         )
     if not config.reduced_vocab and offsets.any():
         raise CheckpointError(f"{where}: {_OFFSETS} moves ids although the draft vocabulary is the whole one")
@@ -286,7 +276,7 @@ def export_eagle3(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Writes `config.json` and `model.safetensors` in SpecForge's names; `load_eagle3` reads them back bit for bit.
+    """Writes `config.json` and `model.safetensors` in SpecForge's names; `load_eagle3` reads back the same bits.
 
     Args:
       directory: created, parents included.
@@ -310,9 +300,7 @@ def export_eagle3(
     for flat, pieces in eagle3_layout(config).items():
         whole = np.ascontiguousarray(params[flat])
         if whole.dtype not in _FLOATS:
-            raise CheckpointError(
-                f"{target}: {flat} has dtype {whole.dtype}, expected float32, float16 or bfloat16"
-            )
+            raise CheckpointError(f"{target}: {flat} has dtype {whole.dtype}, expected float32, float16 or bfloat16")
         for piece in pieces:
             name = piece.name
             if name.startswith("layers.0."):

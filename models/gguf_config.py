@@ -98,8 +98,7 @@ def _parse_rope(file: GGUFFile, theta: float, head_dim: int) -> RopeConfig:
     divisors = file.read(ROPE_FREQS).reshape(-1)
     if divisors.shape != (head_dim // 2,) or not np.all(np.isfinite(divisors)) or np.any(divisors <= 0):
         raise CheckpointError(
-            f"{file.path}: {ROPE_FREQS} has shape {list(divisors.shape)}, expected [{head_dim // 2}], "
-            "all positive"
+            f"{file.path}: {ROPE_FREQS} has shape {list(divisors.shape)}, expected [{head_dim // 2}], all positive"
         )
     divisors = divisors.astype(np.float64)
     if np.all(divisors == 1):

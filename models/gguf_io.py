@@ -98,6 +98,23 @@ class GGUFFile:
         start = self._take(size)
         return self._data[start : start + size].decode("utf-8")
 
+    def _strings(self, count: int) -> list[str]:
+        """An array of strings. A vocabulary has 10^5: one loop, no call for each."""
+        data, at, end = self._data, self._at, len(self._data)
+        unpack = struct.Struct("<Q").unpack_from
+        strings: list[str] = []
+        for _ in range(count):
+            self._at = at
+            if end - at < 8:
+                self._take(8)
+            start = at + 8
+            at = start + unpack(data, at)[0]
+            if at > end:
+                self._take(at - self._at)
+            strings.append(data[start:at].decode("utf-8"))
+        self._at = at
+        return strings
+
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
             return self._string()
@@ -108,7 +125,7 @@ class GGUFFile:
                 start = self._take(count * struct.calcsize("<" + code))
                 return list(struct.unpack_from(f"<{count}{code}", self._data, start))
             if inner == _STRING:
-                return [self._string() for _ in range(count)]
+                return self._strings(count)
             raise self._corrupt(f"array of type {inner}")
         if kind in _SCALARS:
             return self._scalar(_SCALARS[kind])
@@ -149,9 +166,7 @@ class GGUFFile:
             raise self._corrupt(f"tensor {name} is of unknown type {code}") from None
         block, size = gguf.GGML_QUANT_SIZES[kind]
         if shape[-1] % block:
-            raise self._corrupt(
-                f"tensor {name} has rows of {shape[-1]}, {kind.name} needs multiples of {block}"
-            )
+            raise self._corrupt(f"tensor {name} has rows of {shape[-1]}, {kind.name} needs multiples of {block}")
         nbytes = math.prod(shape) // block * size
         if offset + nbytes > len(self._data):
             raise CheckpointError(

@@ -84,9 +84,7 @@ class _Fields:
 _REQUIRED = object()
 
 
-def parse_config(
-    path: Path, fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> ParsedConfig:
+def parse_config(path: Path, fields: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> ParsedConfig:
     """The model behind a `config.json`.
 
     Args:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from .config import RopeConfig
@@ -31,7 +32,7 @@ class Projection(nnx.Module):
         outputs: tuple[int, ...],
         *,
         bias: bool,
-        dtype: jnp.dtype,
+        dtype: DTypeLike,
         rngs: nnx.Rngs,
     ) -> None:
         self.inputs, self.outputs = inputs, outputs
@@ -39,7 +40,7 @@ class Projection(nnx.Module):
         self.kernel = nnx.Param((draw * _INIT_STD).astype(dtype))
         self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if bias else None
 
-    def __call__(self, x: Float[Array, "..."], dtype: jnp.dtype | None = None) -> Float[Array, "..."]:
+    def __call__(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Maps [..., *inputs] to [..., *outputs], in `dtype` or that of the input."""
         lead = x.shape[: x.ndim - len(self.inputs)]
         flat = x.reshape(*lead, math.prod(self.inputs))
@@ -51,7 +52,7 @@ class Projection(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, computed in float32."""
 
-    def __init__(self, size: int, *, eps: float, dtype: jnp.dtype) -> None:
+    def __init__(self, size: int, *, eps: float, dtype: DTypeLike) -> None:
         self.eps = eps
         self.scale = nnx.Param(jnp.ones((size,), dtype))
 
@@ -65,7 +66,7 @@ class RMSNorm(nnx.Module):
 class SwiGLU(nnx.Module):
     """down(silu(gate x) * up x), gate and up in one product."""
 
-    def __init__(self, size: int, hidden: int, *, bias: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, size: int, hidden: int, *, bias: bool, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         self.gate_up = Projection((size,), (2, hidden), bias=bias, dtype=dtype, rngs=rngs)
         self.down = Projection((hidden,), (size,), bias=bias, dtype=dtype, rngs=rngs)
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
 from ..pallas_kernels import Selection, TreeQueries, completions
 from ..pallas_kernels.dispatch import Implementation
@@ -61,7 +62,7 @@ class LlamaOutput:
 class Embedding(nnx.Module):
     """Token embeddings, also the output head where tied."""
 
-    def __init__(self, vocab: int, size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, vocab: int, size: int, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         draw = jax.random.normal(rngs.params(), (vocab, size), jnp.float32)
         self.embedding = nnx.Param((draw * 0.02).astype(dtype))
 
@@ -77,14 +78,12 @@ class Embedding(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward with residuals."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         attention = DenseAttention if config.nsa is None else NSAttention
         self.attn_norm = RMSNorm(config.hidden_size, eps=config.rms_eps, dtype=dtype)
         self.attn = attention(config, dtype=dtype, rngs=rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, eps=config.rms_eps, dtype=dtype)
-        self.mlp = SwiGLU(
-            config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, rngs=rngs
-        )
+        self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, dtype=dtype, rngs=rngs)
 
     def __call__(
         self,
@@ -103,12 +102,10 @@ class DecoderLayer(nnx.Module):
 class Llama(nnx.Module):
     """The decoder; holds parameters only, caches travel as arguments."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         self.config = config
         self.embed = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, rngs=rngs)
-        self.layers = nnx.List(
-            [DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)]
-        )
+        self.layers = nnx.List([DecoderLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_eps, dtype=dtype)
         if not config.tie_embeddings:
             head = (config.hidden_size,), (config.vocab_size,)
@@ -121,6 +118,7 @@ class Llama(nnx.Module):
         cache: Cache,
         options: PassOptions,
         rows: Int[Array, "B R"] | None = None,
+        shared: Bool[Array, ""] | None = None,
     ) -> LlamaOutput:
         """Runs T nodes over a cache; nothing is written to it.
 
@@ -130,25 +128,30 @@ class Llama(nnx.Module):
           cache: committed tokens.
           options: static choices.
           rows: nodes whose logits are wanted, all by default.
+          shared: for approximate runs, whether groups share their first node's blocks.
 
         Returns:
           Logits, taps and the trees that `cache.commit` takes.
         """
         # float32 products on a GPU would otherwise run in tf32.
         with jax.default_matmul_precision("highest"):
-            return self._run(tokens, queries, cache, options, rows)
+            return self._run(tokens, queries, cache, options, rows, shared)
 
     def _run(
-        self, tokens: Array, queries: TreeQueries, cache: Cache, options: PassOptions, rows: Array | None
+        self,
+        tokens: Array,
+        queries: TreeQueries,
+        cache: Cache,
+        options: PassOptions,
+        rows: Array | None,
+        shared: Array | None,
     ) -> LlamaOutput:
         plan = options.plan or LayerPlan.every(self.config.num_layers)
-        context = self._context(queries, options.is_chain)
+        context = dataclasses.replace(self._context(queries, options.is_chain), shared=shared)
         x = self.embed(tokens)
         stream, trees, selections, selection = [x], [], [], None
         for layer, layer_cache, refresh in zip(self.layers, cache.layers, plan.refresh, strict=True):
-            layer_options = LayerOptions(
-                refresh=refresh, group=options.group, implementation=options.implementation
-            )
+            layer_options = LayerOptions(refresh=refresh, group=options.group, implementation=options.implementation)
             x, tree, selection = layer(x, context, layer_cache, selection, layer_options)
             stream.append(x)
             trees.append(tree)
@@ -179,7 +182,7 @@ class Llama(nnx.Module):
         )
 
 
-def abstract(config: LlamaConfig, dtype: jnp.dtype = jnp.float32) -> tuple[nnx.GraphDef, nnx.State]:
+def abstract(config: LlamaConfig, dtype: DTypeLike = jnp.float32) -> tuple[nnx.GraphDef, nnx.State]:
     """Structure and parameter shapes, nothing allocated."""
     model = nnx.eval_shape(lambda: Llama(config, dtype=dtype, rngs=nnx.Rngs(0)))
     return nnx.split(model, nnx.Param)
@@ -197,7 +200,7 @@ def param_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def build(
-    config: LlamaConfig, params: Mapping[str, Array], dtype: jnp.dtype = jnp.float32
+    config: LlamaConfig, params: Mapping[str, Array], dtype: DTypeLike = jnp.float32
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """The model's structure and state with the given parameters.
 
@@ -238,7 +241,7 @@ def fill_state(state: nnx.State, params: Mapping[str, Array | np.ndarray]) -> nn
     return nnx.from_flat_state(leaves)
 
 
-def random_params(config: LlamaConfig, seed: int = 0, dtype: jnp.dtype = jnp.float32) -> dict[str, Array]:
+def random_params(config: LlamaConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> dict[str, Array]:
     """Freshly initialised parameters by flat name, for training and for synthetic benchmarks."""
     make = jax.jit(lambda: nnx.split(Llama(config, dtype=dtype, rngs=nnx.Rngs(seed)), nnx.Param)[1])
     return {flat_name(path): leaf[...] for path, leaf in nnx.to_flat_state(make())}

@@ -137,7 +137,7 @@ def load(
     head = opened.naming.templates["head"] + ".weight"
     if config.tie_embeddings:
         unused.add(head)
-    _check_tensors(source, layout, opened.reader, unused)
+    _check_tensors(source, layout, opened.reader.shapes, unused)
     if config.tie_embeddings and head in opened.reader.shapes:
         _check_tied(source, opened.reader, opened.naming.templates["embed"] + ".weight", head)
     params = _read_params(source, stored, layout, opened.reader, target, progress)
@@ -161,11 +161,7 @@ def _open(source: Path, kind: CheckpointFormat) -> _Opened:
     if kind == "gguf":
         file = GGUFFile(source)
         quantised = sorted({t.kind.name for t in file.tensors.values()} - {"F32", "F16", "BF16"})
-        notes = (
-            [f"weights dequantised from {', '.join(quantised)}: not the original model's"]
-            if quantised
-            else []
-        )
+        notes = [f"weights dequantised from {', '.join(quantised)}: not the original model's"] if quantised else []
         config = parse_gguf_config(file)
         return _Opened(config, GGUF, file, frozenset({ROPE_FREQS}), tuple(notes))
     path = source / "config.json"
@@ -230,23 +226,25 @@ def _check_layers(source: Path, config: LlamaConfig, shapes: Mapping[str, tuple[
     """Before anything is sized by a number of layers that a damaged file may claim."""
     if config.num_layers > len(shapes):
         raise CheckpointError(
-            f"{source}: {config.num_layers} layers cannot be made of its {len(shapes)} tensors; "
-            "check its config"
+            f"{source}: {config.num_layers} layers cannot be made of its {len(shapes)} tensors; check its config"
         )
 
 
 def _check_tensors(
-    source: Path, layout: Mapping[str, tuple[Piece, ...]], reader: _Reader, unused: set[str]
+    source: Path,
+    layout: Mapping[str, tuple[Piece, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    unused: set[str],
 ) -> None:
     expected = {piece.name: piece.shape for pieces in layout.values() for piece in pieces}
     faults = list_faults(
         {
-            "missing": [name for name in expected if name not in reader.shapes],
-            "unknown": sorted(n for n in reader.shapes if n not in expected and n not in unused),
+            "missing": [name for name in expected if name not in shapes],
+            "unknown": sorted(n for n in shapes if n not in expected and n not in unused),
             "of a wrong shape": [
-                f"{name} (expected {list(shape)}, found {list(reader.shapes[name])})"
+                f"{name} (expected {list(shape)}, found {list(shapes[name])})"
                 for name, shape in expected.items()
-                if name in reader.shapes and tuple(reader.shapes[name]) != shape
+                if name in shapes and tuple(shapes[name]) != shape
             ],
         }
     )
@@ -259,8 +257,10 @@ def _check_tensors(
 
 def _check_tied(source: Path, reader: _Reader, embed: str, head: str) -> None:
     ours, theirs = reader.read(embed), reader.read(head)
-    same = ours.shape == theirs.shape and np.array_equal(ours.astype(np.float32), theirs.astype(np.float32))
-    if not same:
+    if ours.dtype == theirs.dtype:  # bits, without wide copies of what may be a gigabyte
+        bits = f"u{ours.dtype.itemsize}"
+        ours, theirs = ours.view(bits), theirs.view(bits)
+    if not np.array_equal(ours, theirs):
         raise CheckpointError(
             f"{source}: tie_word_embeddings is true, but {head} differs from {embed}; set it to false in "
             "config.json if the head is to be used"
@@ -298,8 +298,7 @@ def _read_params(
                     copy_tensor(view, data.reshape(view.shape))
             except FloatingPointError:
                 raise CheckpointError(
-                    f"{source}: {piece.name} has values beyond the range of {out.dtype}; load as bfloat16 or "
-                    "float32"
+                    f"{source}: {piece.name} has values beyond the range of {out.dtype}; load as bfloat16 or float32"
                 ) from None
         return out
 
@@ -355,7 +354,7 @@ def _load_own(
     shapes = param_shapes(read_as)
     layout = {name: (Piece(name, shape, lambda a: a),) for name, shape in shapes.items()}
     unused = set(param_shapes(stored)) - set(shapes) if config.nsa is None else set()
-    _check_tensors(source, layout, reader, unused)  # pyright: ignore[reportArgumentType]
+    _check_tensors(source, layout, reader.shapes, unused)
     arrays = reader.read_all()
     params: dict[str, np.ndarray] = {}
     for name in shapes:

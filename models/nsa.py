@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..pallas_kernels import Selection, TreeKV, refresh_attention, reuse_attention
@@ -26,7 +27,7 @@ class Compressor(nnx.Module):
       rngs: initialises them.
     """
 
-    def __init__(self, config: LlamaConfig, *, positions: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: LlamaConfig, *, positions: bool, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         assert config.nsa is not None
         self.function = config.nsa.cmp_fn
         heads, size, dim = config.num_kv_heads, config.nsa.kernel_size, config.head_dim
@@ -66,7 +67,7 @@ class Compressor(nnx.Module):
 class NSAttention(Heads):
     """Three gated branches: compressed entries, selected blocks, sliding window."""
 
-    def __init__(self, config: LlamaConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: LlamaConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         super().__init__(config, dtype=dtype, rngs=rngs)
         nsa = config.nsa
         assert nsa is not None
@@ -126,7 +127,7 @@ class NSAttention(Heads):
         arguments = (q, cache.kv, tree, context.queries, self.gates(x))
         named = {"geometry": self.geometry, "scale": self.scale, "implementation": options.implementation}
         if options.refresh:
-            out, selection = refresh_attention(*arguments, group=options.group, **named)
+            out, selection = refresh_attention(*arguments, group=options.group, shared=context.shared, **named)
         else:
             assert selection is not None
             out = reuse_attention(*arguments, selection, **named)

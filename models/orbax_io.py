@@ -1,7 +1,7 @@
 """This project's own checkpoint directory: parameters by orbax, the configuration as JSON beside them.
 
-DIRECTORY/ssv_jax_checkpoint.json   format, version, config
-DIRECTORY/params/                   orbax, float32, float16 or bfloat16 as given
+- `ssv_jax_checkpoint.json`: format, version, config, and the sizes of the files in `params`.
+- `params/`: orbax, each array in the dtype that it was given in.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .config import Llama3Scaling, LlamaConfig, RopeConfig, nsa_from_mapping
-from .errors import CheckpointError
+from .errors import CheckpointError, list_faults
 from .safetensors_io import read_json_object
 
 MANIFEST = "ssv_jax_checkpoint.json"
@@ -35,15 +35,28 @@ def write_checkpoint(directory: Path, config: LlamaConfig, params: Mapping[str, 
 
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(directory.absolute() / _PARAMS, _nest(params))
-    manifest = {"format": "ssv-jax", "version": _VERSION, "config": dataclasses.asdict(config)}
+    manifest = {
+        "format": "ssv-jax",
+        "version": _VERSION,
+        "config": dataclasses.asdict(config),
+        "files": _file_sizes(directory / _PARAMS),
+    }
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 
+def _file_sizes(folder: Path) -> dict[str, int]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {file.relative_to(folder).as_posix(): file.stat().st_size for file in files}
+
+
 def read_config(directory: Path) -> LlamaConfig:
-    """The configuration of a checkpoint directory.
+    """The configuration of a checkpoint directory, after a check that its files have the sizes they were saved with.
+
+    Orbax itself answers a truncated file with failures of many threads.
 
     Raises:
-      CheckpointError: a manifest that is missing, of another version, or holds no valid configuration.
+      CheckpointError: a manifest that is missing, of another version, or holds no valid configuration; parameter
+        files that are missing or of another size.
     """
     path = directory / MANIFEST
     manifest = read_json_object(path)
@@ -52,6 +65,21 @@ def read_config(directory: Path) -> LlamaConfig:
             f"{path}: format {manifest.get('format')!r}, version {manifest.get('version')!r} is unsupported; "
             f"this release reads 'ssv-jax', version {_VERSION}"
         )
+    expected, found = manifest.get("files"), _file_sizes(directory / _PARAMS)
+    if not isinstance(expected, dict):
+        raise CheckpointError(f"{path}: no list of files in it; save the checkpoint again")
+    faults = list_faults(
+        {
+            f"missing in {_PARAMS}": [name for name in expected if name not in found],
+            f"of a wrong size in {_PARAMS}": [
+                f"{name} (expected {size} bytes, found {found[name]})"
+                for name, size in expected.items()
+                if name in found and found[name] != size
+            ],
+        }
+    )
+    if faults:
+        raise CheckpointError(f"{directory}: damaged or incomplete checkpoint, copy it again; {faults}")
     try:
         fields = dict(manifest["config"])
         rope = dict(fields.pop("rope"))
@@ -69,17 +97,13 @@ class OrbaxReader:
     """The parameters of a checkpoint directory, by flat name.
 
     Raises:
-      CheckpointError: no parameters, or orbax cannot read their metadata.
+      CheckpointError: orbax cannot read their metadata.
     """
 
     def __init__(self, directory: Path) -> None:
         import orbax.checkpoint as ocp
 
         self._path = directory.absolute() / _PARAMS
-        if not self._path.is_dir():
-            raise CheckpointError(
-                f"{directory}: no {_PARAMS} folder; the checkpoint is incomplete, save it again"
-            )
         self._checkpointer = ocp.PyTreeCheckpointer()
         try:
             found = self._checkpointer.metadata(self._path).item_metadata
@@ -91,9 +115,7 @@ class OrbaxReader:
 
     def _damaged(self, error: Exception) -> CheckpointError:
         text = " ".join(str(error).split())[:200]
-        return CheckpointError(
-            f"{self._path}: orbax cannot read it ({type(error).__name__}: {text}); save it again"
-        )
+        return CheckpointError(f"{self._path}: orbax cannot read it ({type(error).__name__}: {text}); save it again")
 
     def read_all(self) -> dict[str, np.ndarray]:
         """Every parameter as numpy, in its stored dtype.

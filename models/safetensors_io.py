@@ -73,9 +73,7 @@ class SafetensorsReader:
                     f"{quote_names(missing)}; download them into {directory}"
                 )
         else:
-            others = sorted(p.name for p in directory.glob("*.bin")) + sorted(
-                p.name for p in directory.glob("*.pt*")
-            )
+            others = sorted(p.name for p in directory.glob("*.bin")) + sorted(p.name for p in directory.glob("*.pt*"))
             hint = f"; convert {quote_names(others, 3)} to safetensors first" if others else ""
             raise CheckpointError(f"{directory}: neither {SINGLE} nor {INDEX}{hint}")
         self._handles: dict[str, Any] = {}

@@ -142,16 +142,22 @@ def _replacing(target: Path, overwrite: bool) -> Iterator[Path]:
             raise CheckpointError(f"{target}: not empty; choose another directory or pass overwrite=True")
         if not any((target / name).is_file() for name in ("config.json", MANIFEST)):
             raise CheckpointError(f"{target}: not empty and no checkpoint, so it is kept; remove it yourself")
-    absolute = target.absolute()
+    absolute = target.resolve()  # through a link, so that the link stays
     absolute.parent.mkdir(parents=True, exist_ok=True)
     holder = Path(tempfile.mkdtemp(prefix=f".{absolute.name}.", suffix=".incomplete", dir=absolute.parent))
     try:
         work = holder / "new"
         work.mkdir()
         yield work
+        # A full directory cannot be replaced in one step: the old one steps aside, complete, and goes last.
+        old = holder / "old"
         if absolute.is_dir():
-            # A directory cannot be replaced in one step: the old one steps aside, complete, and goes last.
-            absolute.rename(holder / "old")
-        work.rename(absolute)
+            absolute.rename(old)
+        try:
+            work.rename(absolute)
+        except OSError:
+            if old.is_dir():
+                old.rename(absolute)
+            raise
     finally:
         shutil.rmtree(holder, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""Reading a `pytorch_model.bin` without PyTorch: the zip format, state dicts of plain dense tensors, nothing else.
+"""Reading a `pytorch_model.bin` without PyTorch: the zip format, state dicts of dense tensors, nothing else.
 
-The file holds a pickle, and a pickle may run any code. Here it can name an ordered dictionary, two functions that make
-a tensor and the storage types, all of which are stand-ins of this module; anything else is refused before it runs.
-Tensor data lies beside the pickle, uncompressed, and is read one storage at a time.
+The file holds a pickle, and a pickle may run any code. Here it can name an ordered dictionary, two functions
+that make a tensor and the storage types, all of which are stand-ins of this module; anything else is refused
+before it runs. Tensor data lies beside the pickle, uncompressed, and is read one storage at a time.
 """
 
 from __future__ import annotations
@@ -91,12 +91,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> _Storage:
         if isinstance(pid, tuple) and len(pid) == 5:
             kind, dtype, key, _, count = pid
-            if (
-                kind == "storage"
-                and isinstance(dtype, np.dtype)
-                and isinstance(key, str)
-                and _is_index(count)
-            ):
+            if kind == "storage" and isinstance(dtype, np.dtype) and isinstance(key, str) and _is_index(count):
                 return _Storage(key, dtype, count)
         raise _Refused("a storage of an unknown kind")
 
@@ -115,9 +110,7 @@ class TorchZipReader:
         self._path = path
         try:
             self._zip = zipfile.ZipFile(path)
-            index = [
-                name for name in self._zip.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")
-            ]
+            index = [name for name in self._zip.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
             if len(index) != 1:
                 raise self._error("holds no state dict (one data.pkl was expected)")
             self._root = index[0].removesuffix("data.pkl")

@@ -5,13 +5,14 @@ from .dense_verify import dense_verify
 from .errors import ShapeError, UnsupportedKernelError
 from .layout import CachedKV, Completions, Geometry, TreeKV, TreeQueries, chain, completions
 from .nsa_fused import refresh_attention, reuse_attention
-from .sparse_verify import MergedSchedule, Selection, merge, sparse_verify
+from .sparse_verify import MergedSchedule, Overlap, Selection, merge, overlap, share, sparse_verify
 
 __all__ = [
     "CachedKV",
     "Completions",
     "Geometry",
     "MergedSchedule",
+    "Overlap",
     "Selection",
     "ShapeError",
     "TreeKV",
@@ -23,7 +24,9 @@ __all__ = [
     "compressed_attention",
     "dense_verify",
     "merge",
+    "overlap",
     "refresh_attention",
     "reuse_attention",
+    "share",
     "sparse_verify",
 ]

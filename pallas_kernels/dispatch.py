@@ -39,9 +39,7 @@ def run(
         names = [implementation] if isinstance(implementation, str) else list(implementation)
     unknown = [name for name in names if name not in table]
     if unknown or not names:
-        raise ValueError(
-            f"{op}: unknown implementation {', '.join(unknown) or '(none)'}; known: {', '.join(table)}"
-        )
+        raise ValueError(f"{op}: unknown implementation {', '.join(unknown) or '(none)'}; known: {', '.join(table)}")
     refusals = []
     for name in names:
         try:

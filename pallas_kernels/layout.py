@@ -127,9 +127,7 @@ def completions(queries: TreeQueries, geometry: Geometry, max_entries: int | Non
 
     def compact(slots: Int[Array, " T"]) -> Int[Array, " M"]:
         target = jnp.where(slots < 0, bound, slots)
-        return (
-            jnp.full((bound,), -1, jnp.int32).at[target].set(jnp.arange(nodes, dtype=jnp.int32), mode="drop")
-        )
+        return jnp.full((bound,), -1, jnp.int32).at[target].set(jnp.arange(nodes, dtype=jnp.int32), mode="drop")
 
     node = jax.vmap(compact)(slot)
     at = jnp.maximum(node, 0)

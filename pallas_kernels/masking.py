@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Shaped
 
 # Scores of the largest intermediate stay below this many elements (float32: 256 MiB); longer calls run in tiles
 # of queries, so memory grows with the cache and not with cache times prompt.
@@ -60,9 +60,7 @@ def attend_cache_and_tree(
     return out + jnp.einsum("bkprt,bktd->bkprd", p[..., keys:], tree_v, **product)
 
 
-def map_query_tiles(
-    function: Callable[..., Any], per_query_elements: int, *arrays: Float[Array, "B T ..."]
-) -> Any:
+def map_query_tiles(function: Callable[..., Any], per_query_elements: int, *arrays: Shaped[Array, "B T ..."]) -> Any:
     """`function(*arrays)` over tiles of the T axis (axis 1 of arguments and results), one tile if it fits.
 
     Args:

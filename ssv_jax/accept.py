@@ -168,9 +168,7 @@ def _accepts(u: Float[Array, " B"], p: Float[Array, " B"], q: Float[Array, " B"]
     return u * q < p
 
 
-def _residual(
-    rest: Float[Array, "B V"], q: Float[Array, "B V"], p: Float[Array, "B V"]
-) -> Float[Array, "B V"]:
+def _residual(rest: Float[Array, "B V"], q: Float[Array, "B V"], p: Float[Array, "B V"]) -> Float[Array, "B V"]:
     """norm((rest - q)+); where rounding leaves no mass (rest = q), the original p."""
     over = jnp.maximum(rest - q, 0)
     mass = over.sum(axis=-1, keepdims=True)
@@ -235,9 +233,7 @@ def _acceptable(tree: DraftTree) -> Bool[Array, "B N"]:
     index = jnp.arange(tree.num_nodes)
     rank, other = tree.rank[:, :, None], tree.rank[:, None, :]
     earlier = (other < rank) | ((other == rank) & (index[None, :] < index[:, None]))
-    same = (tree.parent[:, :, None] == tree.parent[:, None, :]) & (
-        tree.tokens[:, :, None] == tree.tokens[:, None, :]
-    )
+    same = (tree.parent[:, :, None] == tree.parent[:, None, :]) & (tree.tokens[:, :, None] == tree.tokens[:, None, :])
     repeated = (same & earlier & tree.valid[:, None, :]).any(axis=-1)
     return tree.valid & (tree.parent >= 0) & ~repeated
 

@@ -184,9 +184,7 @@ class Engine:
                 raise UsageError(str(error)) from None
         if mesh is not None:
             params = {
-                name: jax.device_put(
-                    np.asarray(array).astype(self.dtype), param_sharding(mesh, name, array.shape)
-                )
+                name: jax.device_put(np.asarray(array).astype(self.dtype), param_sharding(mesh, name, array.shape))
                 for name, array in params.items()
             }
         self._graphdef, target = build(config, params, self.dtype)
@@ -331,6 +329,8 @@ class Engine:
             stop_ids=tuple(stop_ids),
             traversal=self.strategy.traversal,
             group=self.strategy.group,
+            shared=self.precision is PrecisionClass.APPROX,
+            measure_overlap=self.config.nsa is not None and self._drafter.num_nodes > 1,
             plan=LayerPlan.every(self.config.num_layers, self.strategy.refresh_every),
             implementation=self._implementation,
         )
@@ -465,9 +465,7 @@ def prefill_sizes(tokens: int) -> list[int]:
     return sizes
 
 
-def _finish_reason(
-    state: DecodeState, by_string: bool, emitted: int, options: GenerationOptions
-) -> FinishReason:
+def _finish_reason(state: DecodeState, by_string: bool, emitted: int, options: GenerationOptions) -> FinishReason:
     if by_string:
         return "stop_string"
     if int(state.status[0]) == STOPPED:

@@ -72,28 +72,18 @@ def parser() -> argparse.ArgumentParser:
         help="a user turn; repeat for user, assistant, user ... turns, the last being the user's",
     )
     source.add_argument("--prompt-file", metavar="FILE", help="continue the text of this UTF-8 file")
-    source.add_argument(
-        "--prompt-ids", metavar="1,2,3", type=_token_ids, help="continue these token ids, as they are"
-    )
+    source.add_argument("--prompt-ids", metavar="1,2,3", type=_token_ids, help="continue these token ids, as they are")
     model = p.add_argument_group("model")
-    model.add_argument(
-        "--model", default="smollm2-135m", metavar="NAME_OR_PATH", help="name, directory or GGUF file"
-    )
-    model.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], help="default: float32 on a CPU, else bfloat16"
-    )
+    model.add_argument("--model", default="smollm2-135m", metavar="NAME_OR_PATH", help="name, directory or GGUF file")
+    model.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on a CPU, else bfloat16")
     model.add_argument(
         "--attention",
         choices=["auto", "dense", "nsa"],
         default="auto",
         help="auto runs what the checkpoint holds",
     )
-    model.add_argument(
-        "--nsa-config", metavar="JSON_OR_PRESET", help="sparse attention to run instead (implies nsa)"
-    )
-    model.add_argument(
-        "--implementation", metavar="NAME", help="of the attention ops; default: the fastest that fits"
-    )
+    model.add_argument("--nsa-config", metavar="JSON_OR_PRESET", help="sparse attention to run instead (implies nsa)")
+    model.add_argument("--implementation", metavar="NAME", help="of the attention ops; default: the fastest that fits")
     model.add_argument("--mesh", metavar="tensor=N", help="spread the model over N devices")
     out = p.add_argument_group("generation")
     out.add_argument("--max-new-tokens", type=int, default=256, metavar="N")
@@ -101,17 +91,13 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps all")
     out.add_argument("--top-p", type=float, default=1.0, metavar="P")
     out.add_argument("--seed", type=int, default=0)
-    out.add_argument(
-        "--stop", metavar="TEXT", action="append", default=[], help="stop before this text; repeatable"
-    )
+    out.add_argument("--stop", metavar="TEXT", action="append", default=[], help="stop before this text; repeatable")
     out.add_argument("--ignore-eos", action="store_true", help="go on after end tokens")
     spec = p.add_argument_group("speculation")
     spec.add_argument("--draft", choices=["none", "ngram", "eagle3"], default="none")
     spec.add_argument("--draft-model", metavar="DIR", help="an EAGLE-3 head")
     spec.add_argument("--tree", type=_tree, metavar="depth=6,topk=8,nodes=32")
-    spec.add_argument(
-        "--traversal", choices=["bfs", "dfs"], default="bfs", help="order of tree nodes in a pass"
-    )
+    spec.add_argument("--traversal", choices=["bfs", "dfs"], default="bfs", help="order of tree nodes in a pass")
     spec.add_argument("--group", type=int, default=1, metavar="N", help="nodes that share a block visit list")
     spec.add_argument("--grouping", choices=["exact", "shared"], default="exact")
     spec.add_argument("--layer-plan", type=_layer_plan, default=1, metavar="refresh-every=N")
@@ -290,8 +276,7 @@ def _generate(args: argparse.Namespace) -> None:
         progress.say(f"note: {note}")
     if kind == "chat":
         turns = [
-            {"role": "user" if turn % 2 == 0 else "assistant", "content": text}
-            for turn, text in enumerate(content)
+            {"role": "user" if turn % 2 == 0 else "assistant", "content": text} for turn, text in enumerate(content)
         ]
         content = engine.encode_chat(turns)
     stream = engine.stream(content, **options)

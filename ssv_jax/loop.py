@@ -8,6 +8,7 @@ tokens but the last are committed. Autoregressive decoding is the round whose tr
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -21,11 +22,15 @@ from .models.cache import Cache, commit, geometry_of, init_cache
 from .models.config import LlamaConfig
 from .models.layer_plan import LayerPlan
 from .models.llama import LlamaOutput, PassOptions
-from .pallas_kernels import chain
+from .pallas_kernels import TreeQueries, chain, overlap
 from .pallas_kernels.dispatch import Implementation
 from .sampling import GREEDY, Sampling, sample
 from .state import EXHAUSTED, RUNNING, STOPPED, DecodeState, Emitted, RoundStats
 from .tree import DraftTree, flatten, queries_of
+
+
+# Sharing pays while groups agree (Sparse Speculative Verification leaves the rule open; this is ours).
+SHARING_OFF, SHARING_ON, OVERLAP_DECAY = 0.5, 0.6, 0.75
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,9 @@ class Decoding:
       stop_ids: tokens that end a sequence; they are emitted.
       traversal: order of the nodes in a pass, `bfs` or `dfs`.
       group: consecutive nodes that share a visit list.
+      shared: approximate: nodes of a group read their first node's blocks, as long as the moving average of the
+        group's overlap stays above `SHARING_OFF`, and again once it exceeds `SHARING_ON`.
+      measure_overlap: add block overlaps to the statistics; always so when `shared`.
       plan: refresh and reuse layers, in prefill, decoding and verification alike; None refreshes everywhere.
       implementation: of the attention ops.
     """
@@ -51,6 +59,8 @@ class Decoding:
     stop_ids: tuple[int, ...] = ()
     traversal: str = "bfs"
     group: int = 1
+    shared: bool = False
+    measure_overlap: bool = False
     plan: LayerPlan | None = None
     implementation: Implementation = None
 
@@ -158,9 +168,7 @@ def _commit(
     return commit(cache, output.trees, path, count, geometry_of(nsa) if nsa else None)
 
 
-def prefill_chunk(
-    decoding: Decoding, params: Params, state: DecodeState, size: int
-) -> tuple[DecodeState, Array]:
+def prefill_chunk(decoding: Decoding, params: Params, state: DecodeState, size: int) -> tuple[DecodeState, Array]:
     """Runs the next `size` prompt tokens of every sequence; where a prompt ends, emits its first token.
 
     Args:
@@ -232,7 +240,8 @@ def decode_round(decoding: Decoding, params: Params, state: DecodeState) -> tupl
         tree = flatten(tree, decoding.traversal, drafter.max_depth)
     queries = queries_of(tree, state.cache.length)
     options = decoding.options(is_chain=drafter.num_nodes == 1)
-    output = _run_target(decoding, params, tree.tokens, queries, state.cache, options)
+    sharing = state.shared_on if decoding.shared else None
+    output = _run_target(decoding, params, tree.tokens, queries, state.cache, options, shared=sharing)
     result = accept(tree, output.logits, decoding.sampling, accept_key, drafter.max_depth)
 
     # Emitted: the accepted drafts, then the bonus token.
@@ -249,6 +258,8 @@ def decode_round(decoding: Decoding, params: Params, state: DecodeState) -> tupl
         start=state.cache.length,
         count=emitted,
     )
+    if decoding.config.nsa is not None and (decoding.shared or decoding.measure_overlap):
+        state = _watch_overlap(decoding, state, tree, queries, output)
     state = dataclasses.replace(
         state,
         cache=cache,
@@ -257,11 +268,37 @@ def decode_round(decoding: Decoding, params: Params, state: DecodeState) -> tupl
         status=status,
         round=state.round + 1,
         drafter=drafter.observe(params, state.drafter, seen),
-        stats=_count(
-            state, tree, queries.position - state.cache.length[:, None], result.num_accepted, emitted
-        ),
+        stats=_count(state, tree, queries.position - state.cache.length[:, None], result.num_accepted, emitted),
     )
     return state, Emitted(tokens=tokens, count=emitted)
+
+
+def _watch_overlap(
+    decoding: Decoding, state: DecodeState, tree: DraftTree, queries: TreeQueries, output: LlamaOutput
+) -> DecodeState:
+    """Adds this round's overlaps, and decides whether the next round shares."""
+    assert decoding.config.nsa is not None
+    measure = functools.partial(
+        overlap,
+        position=queries.position,
+        valid=tree.valid & (state.status == RUNNING)[:, None],
+        geometry=geometry_of(decoding.config.nsa),
+        group=decoding.group,
+    )
+    layers = [measure(choice.blocks) for choice in output.selections if choice is not None]
+    total = jax.tree.map(lambda *parts: sum(parts), *layers)
+    mean = total.group / jnp.maximum(total.group_count, 1)
+    ema = jnp.where(
+        total.group_count > 0, OVERLAP_DECAY * state.overlap_ema + (1 - OVERLAP_DECAY) * mean, state.overlap_ema
+    )
+    stats = dataclasses.replace(
+        state.stats,
+        overlap=state.stats.overlap + total.raw,
+        free_overlap=state.stats.free_overlap + total.free,
+        overlap_count=state.stats.overlap_count + total.count,
+    )
+    shared_on = jnp.where(state.shared_on, ema >= SHARING_OFF, ema > SHARING_ON)
+    return dataclasses.replace(state, stats=stats, overlap_ema=ema, shared_on=shared_on)
 
 
 def _count(
@@ -289,9 +326,7 @@ def _count(
     )
 
 
-def decode_until(
-    decoding: Decoding, params: Params, state: DecodeState, rounds: int
-) -> tuple[DecodeState, Emitted]:
+def decode_until(decoding: Decoding, params: Params, state: DecodeState, rounds: int) -> tuple[DecodeState, Emitted]:
     """Up to `rounds` rounds on the device, fewer when every sequence has finished.
 
     Args:
@@ -305,9 +340,7 @@ def decode_until(
     """
     batch = state.count.shape[0]
     width = decoding.drafter.max_depth + 1
-    empty = Emitted(
-        tokens=jnp.zeros((batch, rounds * width), jnp.int32), count=jnp.zeros((batch,), jnp.int32)
-    )
+    empty = Emitted(tokens=jnp.zeros((batch, rounds * width), jnp.int32), count=jnp.zeros((batch,), jnp.int32))
     first = state.round
 
     def running(carry: tuple[DecodeState, Emitted]) -> Bool[Array, ""]:

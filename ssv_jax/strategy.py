@@ -120,9 +120,7 @@ class Strategy:
     def check(self, allowed: PrecisionClass) -> None:
         """Raises ValueError when this strategy deviates more than the user allows."""
         if not allowed.allows(self.precision):
-            cause = (
-                "shared grouping" if self.precision is PrecisionClass.APPROX else "a layer plan with reuse"
-            )
+            cause = "shared grouping" if self.precision is PrecisionClass.APPROX else "a layer plan with reuse"
             raise ValueError(
                 f"{cause} is {self.precision.value}, but only {allowed.value} is allowed: "
                 f"allow precision {self.precision.value}, or use "

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import jinja2.ext
@@ -59,6 +59,8 @@ class Tokenizer:
         self.chat_template = chat_template
         self.source = source
         self._special = dict(special)
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._template: jinja2.Template | None = None
 
     @classmethod
@@ -120,6 +122,15 @@ class Tokenizer:
         """Id of a token given by its text, or None."""
         return self._backend.token_to_id(token)
 
+    def kind_of(self, i: int) -> Literal["absent", "special", "byte", "plain"]:
+        """What an id stands for: nothing, a special token, a single byte (`<0x0A>`), or a piece of text."""
+        token = self._backend.id_to_token(i)
+        if token is None:
+            return "absent"
+        if i in self._special_ids:
+            return "special"
+        return "byte" if _BYTE_TOKEN.fullmatch(token) else "plain"
+
     def stream(self, skip_special: bool = True) -> StreamDecoder:
         """A decoder for ids that arrive bit by bit."""
         return StreamDecoder(self, skip_special)
@@ -149,9 +160,7 @@ class Tokenizer:
         except jinja2.TemplateError as error:
             raise ValueError(f"{self.source}: chat template: {error}") from None
 
-    def apply_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> list[int]:
+    def apply_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation, see `render_chat`. The template writes its own special tokens."""
         return self.encode(self.render_chat(messages, add_generation_prompt))
 
@@ -214,16 +223,16 @@ class StreamDecoder:
 
     def _held_back(self, text: str) -> int:
         """Characters at the end of `text` that later ids may change."""
-        run = 0
-        backend = self._tokenizer._backend
-        for i in reversed(self._pending):
-            token = backend.id_to_token(i)
-            if token is None or not _BYTE_TOKEN.fullmatch(token):
+        # A run of byte tokens is decoded as a whole: one bad byte at its end turns all of it into U+FFFD.
+        start = len(self._pending)
+        for index in reversed(range(len(self._pending))):
+            kind = self._tokenizer.kind_of(self._pending[index])
+            if kind == "byte":
+                start = index
+            elif not (kind == "absent" or (kind == "special" and self._skip_special)):
                 break
-            run += 1
-        if run:
-            # A run of byte tokens is decoded as a whole: one bad byte at its end turns all of it into U+FFFD.
-            before = self._context + self._pending[: len(self._pending) - run]
+        if start < len(self._pending):
+            before = self._context + self._pending[:start]
             return len(text) - len(self._tokenizer.decode(before, self._skip_special))
         return 1 if text.endswith(_REPLACEMENT) else 0
 
@@ -289,9 +298,7 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _digits() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), _byte_level(use_regex=True)]
-    )
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level(use_regex=True)])
 
 
 PRE_TOKENIZERS = MappingProxyType(
@@ -321,8 +328,7 @@ def _from_gguf(cls: type[Tokenizer], file: GGUFFile) -> Tokenizer:
         if not isinstance(found, kind):
             what = "missing" if found is None else str(found)[:60]
             raise CheckpointError(
-                f"{file.path}: metadata tokenizer.ggml.{key} is {what}; give the directory of the original "
-                "tokenizer"
+                f"{file.path}: metadata tokenizer.ggml.{key} is {what}; give the directory of the original tokenizer"
             )
         return found
 
@@ -356,12 +362,8 @@ def _from_gguf(cls: type[Tokenizer], file: GGUFFile) -> Tokenizer:
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
     listed = list(zip(tokens, kinds, strict=True))
-    control = [
-        AddedToken(token, special=True, normalized=False) for token, kind in listed if kind == _CONTROL
-    ]
-    defined = [
-        AddedToken(token, special=False, normalized=False) for token, kind in listed if kind == _USER_DEFINED
-    ]
+    control = [AddedToken(token, special=True, normalized=False) for token, kind in listed if kind == _CONTROL]
+    defined = [AddedToken(token, special=False, normalized=False) for token, kind in listed if kind == _USER_DEFINED]
     backend.add_special_tokens(control)
     backend.add_tokens(defined)
 
@@ -465,7 +467,5 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
         ) from None
     backend = getattr(found, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
-        raise CheckpointError(
-            f"{path}: its tokenizer cannot be expressed as tokenizer.json; convert it first"
-        )
+        raise CheckpointError(f"{path}: its tokenizer cannot be expressed as tokenizer.json; convert it first")
     return backend

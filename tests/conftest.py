@@ -26,9 +26,7 @@ def _register_dataclass_unchecked(original):
         if not nodetype.__module__.startswith(PACKAGE):
             return original(nodetype, data_fields, meta_fields, drop_fields)
         if data_fields is None:
-            fields = [
-                f for f in nodetype.__dataclass_fields__.values() if f.init and f.name not in drop_fields
-            ]
+            fields = [f for f in nodetype.__dataclass_fields__.values() if f.init and f.name not in drop_fields]
             data_fields = [f.name for f in fields if not f.metadata.get("static", False)]
             meta_fields = [f.name for f in fields if f.metadata.get("static", False)]
         data_names, meta_names = tuple(data_fields), tuple(meta_fields)

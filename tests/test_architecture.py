@@ -63,9 +63,7 @@ def relative(paths: list[Path]) -> list[str]:
 
 def test_imports_follow_the_layers():
     # In a process of its own: the checker reads the source and must not meet this process's import hook.
-    script = (
-        "import sys; from importlinter import cli; sys.exit(cli.lint_imports(no_cache=True, no_logo=True))"
-    )
+    script = "import sys; from importlinter import cli; sys.exit(cli.lint_imports(no_cache=True, no_logo=True))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -85,9 +83,7 @@ def test_backends_are_imported_only_in_their_own_files():
 def test_folders_are_imported_under_the_library_only():
     # A second import as top-level `models` would give a second copy of each class.
     offenders = [
-        path
-        for path in python_files()
-        if any(module.split(".")[0] in LINKS for module in imported_modules(path))
+        path for path in python_files() if any(module.split(".")[0] in LINKS for module in imported_modules(path))
     ]
     assert not offenders, relative(offenders)
 
@@ -125,9 +121,7 @@ def test_no_file_names_a_machine():
     # Spelt in parts, so that this file passes its own check.
     folders = "|".join(("home", "root", "opt", "work", "Users", "mnt"))
     path_pattern = re.compile(rf"(?<![\w./\-:])/(?:{folders})/\w")
-    host_pattern = re.compile(
-        "|".join(("pypi" + r"\.org", "pythonhosted" + r"\.org", "index" + "-url +http"))
-    )
+    host_pattern = re.compile("|".join(("pypi" + r"\.org", "pythonhosted" + r"\.org", "index" + "-url +http")))
     offenders = []
     for path in text_files():
         text = path.read_text(encoding="utf-8")

@@ -21,9 +21,7 @@ from jaxtyping import Array, Float, Int
 
 LOG2E = math.log2(math.e)
 ROWS = 64  # query rows of one warpgroup, the M of wgmma
-TREE_TILE = (
-    64  # completed entries that are attended to at a time (the least K of wgmma on a 128-byte swizzle)
-)
+TREE_TILE = 64  # completed entries that are attended to at a time (the least K of wgmma on a 128-byte swizzle)
 MASKED = -1e30
 START = -1e20  # of the running maximum: above MASKED, so that a masked score gives exp2(...) = 0
 PANEL = 64  # columns of a swizzled panel: 128 bytes
@@ -131,6 +129,8 @@ def attend(
             (bins_s, bins_b), refs = refs[:2], refs[2:]
         if in_smem:
             (p_s, b_s, pt_s), refs = refs[:3], refs[3:]
+        if in_smem:  # and gives each member of a union a buffer of its own
+            k_copy, v_copy = k_s, v_s
         w = lax.axis_index("wg")
         s, x, g = lax.axis_index("s"), lax.axis_index("x"), lax.axis_index("g")
         batch = lax.div(x, i32(heads))
@@ -146,9 +146,7 @@ def attend(
             for source, target, barrier in ((k_ref, k_copy, k_b), (v_ref, v_copy, v_b)):
                 for panel in range(panels):
                     columns = pl.ds(panel * PANEL, PANEL)
-                    plgpu.copy_gmem_to_smem(
-                        source.at[x, at, columns], target.at[slot, panel], barrier.at[slot]
-                    )
+                    plgpu.copy_gmem_to_smem(source.at[x, at, columns], target.at[slot, panel], barrier.at[slot])
 
         def fetch_tree(i: Array) -> None:
             at = pl.ds(pl.multiple_of(i * TREE_TILE, TREE_TILE), TREE_TILE)
@@ -239,9 +237,7 @@ def attend(
             values = scores(k_s.at[slot], size)
             values = jnp.where(column < visible - (first + i) * size, values, MASKED)
             p, top, alpha, total = soften(values, top, total)
-            gained = weigh(
-                p, v_s.at[slot], p_s if in_smem else None, lambda: plgpu.barrier_wait(v_b.at[slot])
-            )
+            gained = weigh(p, v_s.at[slot], p_s if in_smem else None, lambda: plgpu.barrier_wait(v_b.at[slot]))
             acc = rescale_and_add(acc, alpha, gained)
             if warps > 1:
                 plgpu.barrier_arrive(free_b.at[slot])
@@ -332,7 +328,7 @@ def attend(
         scratch += [
             sm((warps, ROWS, size), half, transforms=_TILED),
             sm((warps, 2, ROWS, size), jnp.bfloat16, transforms=_TILED),
-            sm((warps, ROWS, TREE_TILE), half),
+            sm((warps, ROWS, TREE_TILE), half, transforms=_TILED),
         ]
     results = plgpu.kernel(
         body,
@@ -342,9 +338,7 @@ def attend(
         grid_names=("s", "x", "g"),
         num_threads=warps,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )(*operands)
     rest = results[2:] if score else (None, None, None)

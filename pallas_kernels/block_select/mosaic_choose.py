@@ -28,26 +28,23 @@ _Times = plgpu.Replicated
 
 def cube(lanes: int, vector: int = 1) -> Any:
     """[n, 4, m] registers: the middle axis on warps, the last on `lanes` lanes (the rest of a warp repeats)."""
-    lane_dims = (-4,) if lanes == 32 else (_Times(32 // lanes), -4)
-    return _Lay(
-        plgpu.Tiling(((1, QUAD, lanes * vector), (1, 1, vector))),
-        warp_dims=(-5,),
-        lane_dims=lane_dims,
-        vector_dim=-1,
-    )
+    lane_dims = (-2,) if lanes == 32 else (_Times(32 // lanes), -2)
+    tiling = plgpu.Tiling(((1, QUAD, lanes * vector), (vector,)))
+    return _Lay(tiling, warp_dims=(-3,), lane_dims=lane_dims, vector_dim=-1)
 
 
 def square(lanes: int) -> Any:
     """[4 n, m] registers: rows on warps, columns on lanes."""
-    lane_dims = (-3,) if lanes == 32 else (_Times(32 // lanes), -3)
-    return _Lay(plgpu.Tiling(((QUAD, lanes), (1, 1))), warp_dims=(-4,), lane_dims=lane_dims, vector_dim=-1)
+    lane_dims = (-2,) if lanes == 32 else (_Times(32 // lanes), -2)
+    return _Lay(plgpu.Tiling(((QUAD, lanes), (1,))), warp_dims=(-3,), lane_dims=lane_dims, vector_dim=-1)
 
 
 def line(size: int) -> Any:
     """[size] registers, the same in every warp."""
     lanes = next(n for n in (32, 16, 8, 4, 2, 1) if size % n == 0)
     lane_dims = {32: (-2,), 1: (_Times(32),)}.get(lanes, (_Times(32 // lanes), -2))
-    return _Lay(plgpu.Tiling(((lanes,), (1,))), warp_dims=(_Times(4),), lane_dims=lane_dims, vector_dim=-1)
+    tiles = ((1,),) if lanes == 1 else ((lanes,), (1,))
+    return _Lay(plgpu.Tiling(tiles), warp_dims=(_Times(4),), lane_dims=lane_dims, vector_dim=-1)
 
 
 def spread(x: Array, shape: tuple[int, ...], dims: tuple[int, ...], layout: Any) -> Array:
@@ -182,7 +179,7 @@ def finish(
             if plan.group:
                 (merged_ref, owners_ref), refs = refs[:2], refs[2:]
                 work_s, refs = refs[-1], refs[:-1]
-            out_s, (list_s, flat_s) = refs
+            out_s, flat_s, wide_s, words_s, floats_s = refs
         else:
             (out_s,) = refs
         quad, x = lax.axis_index("q"), lax.axis_index("x")
@@ -217,6 +214,14 @@ def finish(
             combine()
             return
 
+        def recast(x: Array, layout: Any) -> Array:
+            """Moves one number per node to a layout with other lanes."""
+            if plan.per_tile >= 32:
+                return plgpu.layout_cast(x, layout)
+            word_s = words_s if x.dtype == i32 else floats_s
+            word_s[...] = x
+            return plgpu.load(word_s, layout=layout)
+
         def select() -> None:
             steps = mass_ref.shape[2] - 1
             shape3 = (steps, QUAD, plan.per_tile)
@@ -238,9 +243,7 @@ def finish(
                 lse_by_tile = spread(lse, (steps, QUAD), (1,), by_tile)
 
                 def factor(start: int, lse_by_tile: Array = lse_by_tile, at: Any = at) -> Array:
-                    tops = plgpu.load(
-                        top_ref.at[x, tile, pl.ds(start, steps), at], layout=by_tile, optimized=False
-                    )
+                    tops = plgpu.load(top_ref.at[x, tile, pl.ds(start, steps), at], layout=by_tile, optimized=False)
                     return jnp.exp2(tops - lse_by_tile)
 
                 mass = plgpu.load(
@@ -268,12 +271,10 @@ def finish(
                     scale = jnp.exp2(tops - lse)
                     new = []
                     for e, gain in enumerate(gains):
-                        share = plgpu.load(
-                            weights_ref.at[b, e, columns], layout=flat.reduce(0), optimized=False
-                        )
+                        share = plgpu.load(weights_ref.at[b, e, columns], layout=flat.reduce(0), optimized=False)
                         share = spread(share, (QUAD, TREE_TILE), (1,), flat)
                         total = jnp.sum(jnp.where(share > 0.0, p * share, 0.0), axis=1)
-                        new.append(gain + plgpu.layout_cast(total, by_node) * scale)
+                        new.append(gain + recast(total, by_node) * scale)
                     return new
 
                 gains = lax.fori_loop(0, chunks, chunk, gains)
@@ -297,16 +298,14 @@ def finish(
                 chosen.append(index)
 
             width = lists_width(plan.slots)
-            flat = square(min(32, width))
-            by_row = flat.reduce(1)
-            slot = plgpu.broadcasted_iota(i32, (QUAD, width), 1, layout=flat)
-            lists = full((QUAD, width), -1, i32, flat)
-            node = t0 + plgpu.broadcasted_iota(i32, (QUAD, width), 0, layout=flat)
+            wide = (QUAD, max(width, 32))
+            flat = square(32)
+            slot = plgpu.broadcasted_iota(i32, wide, 1, layout=flat)
+            lists = full(wide, -1, i32, flat)
+            node = t0 + plgpu.broadcasted_iota(i32, wide, 0, layout=flat)
 
             def put(lists: Array, index: Array, rank: Array) -> Array:
-                index, rank = (
-                    spread(plgpu.layout_cast(y, by_row), (QUAD, width), (0,), flat) for y in (index, rank)
-                )
+                index, rank = (spread(recast(y, flat.reduce(1)), wide, (0,), flat) for y in (index, rank))
                 return jnp.where((slot == rank) & (index < EMPTY) & (node < nodes), index, lists)
 
             zero = full((QUAD,), 0, i32, by_node)
@@ -326,7 +325,14 @@ def finish(
                 valid = index >= plan.init
                 lists = put(lists, jnp.where(valid, index, EMPTY), taken)
                 taken = taken + jnp.where(valid, 1, 0)
-            list_s[...] = lists
+            if width == 16:  # no layout has half a warp: pack the halves that are used
+                wide_s[...] = lists
+                lists = plgpu.load(wide_s.at[:, pl.ds(0, width)], layout=square(16))
+            if interpret is None:
+                flat_s.reshape(QUAD, width)[...] = lists
+            else:  # the interpreter cannot reshape references
+                for i in range(QUAD):
+                    flat_s[pl.ds(i * width, width)] = lists[i]
             for i in range(QUAD):
 
                 @pl.when(t0 + i < nodes)
@@ -366,7 +372,8 @@ def finish(
         operands += [partials.mass, partials.top, partials.tree, own, weights]
         shapes.append(jax.ShapeDtypeStruct((batch * heads, nodes, plan.slots), i32))
         width = lists_width(plan.slots)
-        scratch.append(plgpu.RefUnion(plgpu.SMEM((QUAD, width), i32), plgpu.SMEM((QUAD * width,), i32)))
+        scratch.append(plgpu.SMEM((QUAD * width,), i32))
+        scratch += [plgpu.SMEM((QUAD, 32), i32), plgpu.SMEM((QUAD,), i32), plgpu.SMEM((QUAD,), f32)]
         if plan.group:
             merged = (batch * heads, -(-nodes // plan.group), min(plan.group * plan.slots, plan.blocks))
             shapes += [jax.ShapeDtypeStruct(merged, i32)] * 2
@@ -378,9 +385,7 @@ def finish(
             scratch_types=scratch,
             grid=(quads, batch * heads, jobs),
             grid_names=("q", "x", "j"),
-            compiler_params=plgpu.CompilerParams(
-                approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-            ),
+            compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
             interpret=interpret,
         )(*operands)
     )

@@ -13,9 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries
 
 
-def _visible(
-    cached: CachedKV, tree: TreeKV, queries: TreeQueries, geometry: Geometry
-) -> Bool[Array, "B T E"]:
+def _visible(cached: CachedKV, tree: TreeKV, queries: TreeQueries, geometry: Geometry) -> Bool[Array, "B T E"]:
     """Which of the committed and completed entries each node sees."""
     count = geometry.num_entries(queries.length)
     index = jnp.arange(cached.k_cmp.shape[2])

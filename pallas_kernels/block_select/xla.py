@@ -36,9 +36,10 @@ def _attend(
     p = masked_softmax(scores * scale, visible[:, None, :, None])
     p_old, p_new = p[..., :entries], p[..., entries:]
     dtype = cached.v_cmp.dtype
-    out = jnp.einsum("bktgn,bknd->btkgd", p_old.astype(dtype), cached.v_cmp, **product)
-    out += jnp.einsum("bktgm,bkmd->btkgd", p_new.astype(dtype), tree.v_cmp, **product)
-    return out, p_old.sum(3), p_new.sum(3)
+    # Transposed afterwards: XLA's CPU backend refuses bfloat16 products whose result has the batch axes apart.
+    out = jnp.einsum("bktgn,bknd->bktgd", p_old.astype(dtype), cached.v_cmp, **product)
+    out += jnp.einsum("bktgm,bkmd->bktgd", p_new.astype(dtype), tree.v_cmp, **product)
+    return jnp.moveaxis(out, 1, 2), p_old.sum(3), p_new.sum(3)
 
 
 def _select(

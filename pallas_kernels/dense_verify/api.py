@@ -57,9 +57,7 @@ def dense_verify(
         ("queries.position", queries.position.shape, (batch, nodes)),
     ):
         if tuple(got) != tuple(want):
-            raise ShapeError(
-                f"{name} has shape {tuple(got)}, expected {tuple(want)} beside q of shape {q.shape}"
-            )
+            raise ShapeError(f"{name} has shape {tuple(got)}, expected {tuple(want)} beside q of shape {q.shape}")
     return dispatch.run(
         "dense_verify",
         IMPLEMENTATIONS,

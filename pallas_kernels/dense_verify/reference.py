@@ -21,9 +21,7 @@ def dense_verify(
 ) -> Float[Array, "B T K G D"]:
     """Every node attends to the committed rows and to its own path, under one softmax."""
     reach = k.shape[2] + q.shape[1] if window is None else window
-    keys, values = (
-        jnp.concatenate([old, new], axis=2).astype(jnp.float32) for old, new in ((k, tree_k), (v, tree_v))
-    )
+    keys, values = (jnp.concatenate([old, new], axis=2).astype(jnp.float32) for old, new in ((k, tree_k), (v, tree_v)))
     first = queries.position[..., None] - reach  # B T 1
     row = jnp.arange(k.shape[2])
     old = (row < queries.length[:, None, None]) & (row > first)

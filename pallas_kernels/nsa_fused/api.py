@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from .. import dispatch
 from ..errors import ShapeError
@@ -32,6 +32,7 @@ def refresh_attention(
     geometry: Geometry,
     scale: float,
     group: int = 1,
+    shared: Bool[Array, ""] | None = None,
     implementation: dispatch.Implementation = None,
 ) -> tuple[Float[Array, "B T K G D"], Selection]:
     """o = g_cmp o_cmp + g_slc o_slc + g_win o_win (arXiv 2502.11089, eq. 5), with a fresh selection.
@@ -45,6 +46,8 @@ def refresh_attention(
       geometry: static sizes.
       scale: multiplies q . k after the product.
       group: consecutive nodes that share a visit list, static.
+      shared: for approximate runs, whether the nodes of a group read the first one's blocks (`sharing.share`);
+        None for exact runs.
       implementation: see `dispatch.run`.
 
     Returns:
@@ -67,6 +70,7 @@ def refresh_attention(
         geometry=geometry,
         scale=scale,
         group=group,
+        **({} if shared is None else {"shared": shared}),
     )
 
 
@@ -99,11 +103,7 @@ def reuse_attention(
     )
 
 
-def _check(
-    q: Array, cached: CachedKV, tree: TreeKV, queries: TreeQueries, gates: Array, geometry: Geometry
-) -> None:
+def _check(q: Array, cached: CachedKV, tree: TreeKV, queries: TreeQueries, gates: Array, geometry: Geometry) -> None:
     check_pass(q, cached, tree, queries, geometry)
     if gates.shape != (*q.shape[:-1], 3):
-        raise ShapeError(
-            f"gates has shape {gates.shape}, expected {(*q.shape[:-1], 3)} beside q of shape {q.shape}"
-        )
+        raise ShapeError(f"gates has shape {gates.shape}, expected {(*q.shape[:-1], 3)} beside q of shape {q.shape}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from ..block_select import reference as select_ops
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries
 from ..sparse_verify import reference as verify_ops
 from ..sparse_verify.schedule import Selection, merge
+from ..sparse_verify.sharing import share
 
 
 def refresh_attention(
@@ -21,10 +22,16 @@ def refresh_attention(
     geometry: Geometry,
     scale: float,
     group: int,
+    shared: Bool[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B T K G D"], Selection]:
     """All three branches, and the selection made on the way."""
     compressed, blocks = select_ops.block_select(q, cached, tree, queries, geometry=geometry, scale=scale)
-    schedule = merge(blocks, group, cached.capacity // geometry.block_size)
+    read = blocks
+    if shared is not None:
+        common = share(blocks, queries.position, queries.length, geometry=geometry, group=group)
+        exact = jnp.pad(blocks, [(0, 0)] * 3 + [(0, common.shape[-1] - blocks.shape[-1])], constant_values=-1)
+        read = jnp.where(shared, common, exact)
+    schedule = merge(read, group, cached.capacity // geometry.block_size)
     out = verify_ops.sparse_verify(q, cached, tree, queries, schedule, gates, geometry=geometry, scale=scale)
     out += gates[..., 0:1].astype(jnp.float32) * compressed
     return out, Selection(blocks=blocks, schedule=schedule)
@@ -43,7 +50,5 @@ def reuse_attention(
 ) -> Float[Array, "B T K G D"]:
     """All three branches under an inherited selection."""
     compressed = select_ops.compressed_attention(q, cached, tree, queries, geometry=geometry, scale=scale)
-    out = verify_ops.sparse_verify(
-        q, cached, tree, queries, selection.schedule, gates, geometry=geometry, scale=scale
-    )
+    out = verify_ops.sparse_verify(q, cached, tree, queries, selection.schedule, gates, geometry=geometry, scale=scale)
     return out + gates[..., 0:1].astype(jnp.float32) * compressed

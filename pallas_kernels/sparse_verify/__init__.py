@@ -3,4 +3,6 @@
 from .api import sparse_verify
 from .schedule import MergedSchedule, Selection, merge, owned_by
 
-__all__ = ["MergedSchedule", "Selection", "merge", "owned_by", "sparse_verify"]
+from .sharing import Overlap, overlap, share
+
+__all__ = ["MergedSchedule", "Overlap", "Selection", "merge", "overlap", "owned_by", "share", "sparse_verify"]

@@ -100,15 +100,15 @@ class Problem:
         return self.batch * self.kv_heads * sum(self.jobs[:branch])
 
 
-def _splat(shape: tuple[int, ...], value: float, dtype: Any, layout: Any) -> jax.Array:
+def splat(shape: tuple[int, ...], value: float, dtype: Any, layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
 
 
-def _along_rows(vector: jax.Array) -> jax.Array:
+def along_rows(vector: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(vector, (ROWS, ROWS), [0])
 
 
-def _arrive(counter_ref: Any, flag_ref: Any) -> jax.Array:
+def arrive(counter_ref: Any, flag_ref: Any) -> jax.Array:
     """Adds one to a global counter after the whole block's writes; all threads get the value before."""
 
     @plgpu.inline_mgpu(
@@ -138,7 +138,7 @@ def _arrive(counter_ref: Any, flag_ref: Any) -> jax.Array:
     return add(counter_ref, flag_ref)
 
 
-def _reset(counter_ref: Any) -> None:
+def reset(counter_ref: Any) -> None:
     """Leaves the counter at 0 for the next launch."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
@@ -179,7 +179,7 @@ class Ring:
                 )
 
 
-def _attend(
+def attend(
     problem: Problem,
     ring: Ring,
     q: list[Any],
@@ -220,9 +220,9 @@ def _attend(
 
     columns = plgpu.broadcasted_iota(I32, (ROWS, ROWS), 1, layout=WGMMA)
     start = (
-        tuple(_splat((ROWS, ROWS), 0.0, F32, WGMMA) for _ in range(chunks)),
-        _splat((ROWS,), START, F32, PER_ROW),
-        _splat((ROWS,), 0.0, F32, PER_ROW),
+        tuple(splat((ROWS, ROWS), 0.0, F32, WGMMA) for _ in range(chunks)),
+        splat((ROWS,), START, F32, PER_ROW),
+        splat((ROWS,), 0.0, F32, PER_ROW),
     )
     plgpu.barrier_wait(q_barrier)
 
@@ -245,7 +245,7 @@ def _attend(
             s = jnp.where(keeps[which](ranges[which][0] + i, columns), s, MASKED)
             new_top = jnp.maximum(top, s.max(axis=1))
             shrink = jnp.exp2(top - new_top)
-            p = jnp.exp2(s - _along_rows(new_top))
+            p = jnp.exp2(s - along_rows(new_top))
             norm = norm * shrink + p.sum(axis=1)
             p = p.astype(dtype)
             if p_ref is not None:
@@ -260,7 +260,7 @@ def _attend(
 
             gained = pl.run_scoped(values, *[plgpu.ACC((ROWS, ROWS), F32)] * chunks)
             fetch(1, item + stages, slot)
-            acc = tuple(a * _along_rows(shrink) + new for a, new in zip(acc, gained, strict=True))
+            acc = tuple(a * along_rows(shrink) + new for a, new in zip(acc, gained, strict=True))
             return acc, new_top, norm
 
         return lax.fori_loop(0, counts[which], step, carry)
@@ -285,7 +285,7 @@ def _parts(
 
 def _bits(low: jax.Array, high: jax.Array, columns: jax.Array) -> jax.Array:
     """Mask of a key tile from the two words of each row."""
-    words = jnp.where(columns < 32, _along_rows(low), _along_rows(high))
+    words = jnp.where(columns < 32, along_rows(low), along_rows(high))
     return ((words >> (columns & 31)) & 1) == 1
 
 
@@ -367,15 +367,13 @@ def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split: 
             bits = jnp.where(i * pieces + piece < count, owners[at], 0)
             readable = jnp.clip(length - blocks[at] * size, 0, size) + piece * size
             end = jnp.where(((bits >> node) & 1) == 1, readable, 0)
-            mask = columns < _along_rows(end)
+            mask = columns < along_rows(end)
             if piece:
                 mask = mask & (columns >= piece * size)
             keep = mask if keep is None else keep | mask
         return keep
 
-    words = [
-        plgpu.load(refs.path.at[b, tile, word], layout=PER_ROW) for word in range(problem.tree_tiles * WORDS)
-    ]
+    words = [plgpu.load(refs.path.at[b, tile, word], layout=PER_ROW, optimized=False) for word in range(problem.tree_tiles * WORDS)]
     # A node reads the tree keys of its path whose block it selected. Only the visit list's tail reaches the tree.
     border = lax.div(length, jnp.int32(size))
     depth = refs.block_columns.shape[1]
@@ -389,11 +387,9 @@ def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split: 
         step = jnp.clip(blocks[at] - border, 0, depth - 1)
         owned = ((owners[at] >> node) & 1) == 1
         columns = [refs.block_columns[b, step, word] for word in range(len(words))]
-        return at - 1, tuple(
-            had | jnp.where(owned, word, 0) for had, word in zip(reach, columns, strict=True)
-        )
+        return at - 1, tuple(had | jnp.where(owned, word, 0) for had, word in zip(reach, columns, strict=True))
 
-    nothing = tuple(_splat((ROWS,), 0, I32, PER_ROW) for _ in words)
+    nothing = tuple(splat((ROWS,), 0, I32, PER_ROW) for _ in words)
     _, reach = lax.while_loop(more, add, (count - 1, nothing))
     words = [word & allowed for word, allowed in zip(words, reach, strict=True)]
 
@@ -416,18 +412,15 @@ def _window(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split: An
     base = lax.div(jnp.maximum(length - problem.window + 1, 0), jnp.int32(ROWS))
     cached = lax.div(length + ROWS - 1, jnp.int32(ROWS)) - base
     first, end = _share(cached + problem.tree_tiles, split, problem.splits[1])
-    below = plgpu.load(refs.window_below.at[b, tile], layout=PER_ROW)
-    words = [
-        plgpu.load(refs.near_path.at[b, tile, word], layout=PER_ROW)
-        for word in range(problem.tree_tiles * WORDS)
-    ]
+    below = plgpu.load(refs.window_below.at[b, tile], layout=PER_ROW, optimized=False)
+    words = [plgpu.load(refs.near_path.at[b, tile, word], layout=PER_ROW, optimized=False) for word in range(problem.tree_tiles * WORDS)]
 
     def tile_rows(i: jax.Array) -> list[jax.Array]:
         return [i * ROWS + piece * problem.block_size for piece in range(problem.pieces)]
 
     def keep_cached(i: jax.Array, columns: jax.Array) -> jax.Array:
         row = (i + base) * ROWS
-        return (columns < length - row) & (columns > _along_rows(below - row))
+        return (columns < length - row) & (columns > along_rows(below - row))
 
     def keep_tree(i: jax.Array, columns: jax.Array) -> jax.Array:
         return _bits(_pick(words, i, 0), _pick(words, i, 1), columns)
@@ -450,7 +443,9 @@ def _compressed(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split
     cached = lax.div(entries + ROWS - 1, jnp.int32(ROWS))
     fresh = -(-problem.slots // ROWS)
     first, end = _share(cached + fresh, split, problem.splits[2])
-    words = [plgpu.load(refs.completed.at[b, tile, word], layout=PER_ROW) for word in range(fresh * WORDS)]
+    words = [plgpu.load(refs.completed.at[b, tile, word], layout=PER_ROW, optimized=False) for word in range(fresh * WORDS)]
+    of_cache = (refs.k_cmp.at[b, k], refs.v_cmp.at[b, k])
+    of_tree = (refs.tree_k_cmp.at[b, k], refs.tree_v_cmp.at[b, k]) if fresh else of_cache
 
     def tile_rows(i: jax.Array) -> list[jax.Array]:
         return [i * ROWS + piece * problem.block_size for piece in range(problem.pieces)]
@@ -459,14 +454,13 @@ def _compressed(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split
         return columns < entries - i * ROWS
 
     def keep_tree(i: jax.Array, columns: jax.Array) -> jax.Array:
+        if not fresh:
+            return columns < 0
         return _bits(_pick(words, i, 0), _pick(words, i, 1), columns)
 
     return (
         _parts(first, end, cached),
-        (
-            (refs.k_cmp.at[b, k], refs.v_cmp.at[b, k], tile_rows),
-            (refs.tree_k_cmp.at[b, k], refs.tree_v_cmp.at[b, k], tile_rows),
-        ),
+        ((*of_cache, tile_rows), (*of_tree, tile_rows)),
         (keep_cached, keep_tree),
     )
 

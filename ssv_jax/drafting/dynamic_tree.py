@@ -1,12 +1,13 @@
 """The dynamic draft tree of EAGLE-2 and EAGLE-3: a pool of scored candidates, and the best of them as a tree.
 
-The pool is filled level by level. Level 1 holds the `top_k` most likely tokens after the root. Each of `depth`
-expansion steps takes the level's `top_k` best items (beams), gives each its `top_k` most likely successors, and adds
-all of them to the pool as the next level. So the pool has `top_k + depth * top_k**2` items and no item is deeper than
-`depth + 1`. An item's score is the sum of the log-probabilities on its path.
+The pool is filled level by level. Level 1 holds the `top_k` most likely tokens after the root. Each of
+`depth` expansion steps takes the level's `top_k` best items (beams), gives each its `top_k` most likely
+successors, and adds all of them to the pool as the next level. So the pool has `top_k + depth * top_k**2`
+items and no item is deeper than `depth + 1`. An item's score is the sum of the log-probabilities on its path.
 
-Items are ordered by (-score, pool index) everywhere: on ties the lower index wins. An item comes after its parent in the
-pool and never scores higher, so the best items of the pool always contain the parents of all of them.
+Items are ordered by (-score, pool index) everywhere: on ties the lower index wins. An item comes after its
+parent in the pool and never scores higher, so the best items of the pool always contain the parents of all of
+them.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def check_tree(*, depth: int, top_k: int, nodes: int) -> None:
     if nodes - 1 > pool:
         raise ValueError(
             f"draft tree: nodes={nodes} (the root and {nodes - 1} drafts) exceed the pool of depth={depth}, "
-            f"topk={top_k}, which has topk + depth * topk^2 = {pool} candidates: use nodes <= {pool + 1}, or a larger "
-            "depth or topk"
+            f"topk={top_k}, which has topk + depth * topk^2 = {pool} candidates: use nodes <= {pool + 1}, or a "
+            "larger depth or topk"
         )
 
 
@@ -51,13 +52,11 @@ def best(score: Float[Array, "B n"], count: int) -> Int[Array, "B count"]:
     return jnp.sort(order, axis=1).astype(jnp.int32)
 
 
-def top_candidates(
-    logits: Float[Array, "B R V"], count: int
-) -> tuple[Float[Array, "B R k"], Int[Array, "B R k"]]:
+def top_candidates(logits: Float[Array, "B R V"], count: int) -> tuple[Float[Array, "B R k"], Int[Array, "B R k"]]:
     """Log-probabilities and ids of the `count` most likely tokens, by (-log-probability, id).
 
-    The order among those returned is explicit; which of several equally likely tokens takes the last place is left to
-    the device's top-k, which decides nothing but a draft.
+    The order among those returned is explicit; which of several equally likely tokens takes the last place is
+    left to the device's top-k, which decides nothing but a draft.
     """
     log_p = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     # Never above 0, so that a child cannot outscore its parent.

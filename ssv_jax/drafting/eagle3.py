@@ -1,6 +1,7 @@
 """EAGLE-3 drafting: a draft head over the target's features proposes dynamic or sampled trees.
 
-The stable cache holds pairs made of target features only; drafted pairs live in a round's scratch and never enter it.
+The stable cache holds pairs made of target features only; drafted pairs live in a round's scratch and never
+enter it.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class _Eagle3:
 
     Args:
       graphdef, config: structure of the head, from `models.eagle3.build`.
-      window: pairs in reach of the head's attention, its own included; None for all. Heads are trained on short
-        sequences, and a window keeps them near what they know in long contexts.
+      window: pairs in reach of the head's attention, its own included; None for all. Heads are trained on
+        short sequences, and a window keeps them near what they know in long contexts.
       implementation: of the attention.
     """
 
@@ -85,8 +86,7 @@ class _Eagle3:
     implementation: Implementation = None
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"draft window must be >= 1 or none, got {self.window}")
+        _check_window(self.window)
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -101,18 +101,17 @@ class _Eagle3:
     def observe(self, params: Params, state: Eagle3State, seen: Observation) -> Eagle3State:
         """Appends a pair for each committed token.
 
-        Pairs at and after `seen.start` are replaced, so a caller may observe a position again with another successor.
+        Pairs at and after `seen.start` are replaced, so a caller may observe a position again with another
+        successor.
         """
         head = self._head(params)
         batch, width = seen.tokens.shape
         real = jnp.arange(width) < seen.count[:, None]
-        # Columns that are not committed hold anything; nothing of them may reach the cache, not even as a NaN.
+        # Columns that are not committed hold anything; nothing of them may reach the cache, not even a NaN.
         taps = tuple(jnp.where(real[..., None], tap, 0) for tap in seen.taps)
         embedded = self._embed(head, params, jnp.where(real, seen.tokens, 0))
         before = Cache(layers=state.cache.layers, length=seen.start)
-        features, trees = head(
-            embedded, head.fuse(taps), chain(seen.start, width), before, options=self._options
-        )
+        features, trees = head(embedded, head.fuse(taps), chain(seen.start, width), before, options=self._options)
         path = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
         cache = commit(before, trees, path, seen.count, None)
         some = seen.count > 0
@@ -134,7 +133,8 @@ class _Eagle3:
     def _embed(self, head: Eagle3, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
         if self.config.own_embedding:
             return head.embed(tokens)
-        return jnp.take(params.target["embed"]["embedding"][...], tokens, axis=0)
+        table: Any = params.target["embed"]["embedding"]
+        return jnp.take(table[...], tokens, axis=0)
 
     def _start(self, state: Eagle3State, tokens: Int[Array, "B R"]) -> _Frontier:
         """The children of the root."""
@@ -190,7 +190,8 @@ class _Eagle3:
 class Eagle3Drafter(_Eagle3):
     """Proposes the dynamic tree of `dynamic_tree`: the likeliest continuations, chosen, not sampled.
 
-    One proposal costs `depth` passes of the head over `top_k` nodes; level 1 needs none, it comes from the last pair.
+    One proposal costs `depth` passes of the head over `top_k` nodes; level 1 needs none, it comes from the
+    last pair.
 
     Args:
       depth: expansion steps; the deepest node has depth `depth + 1`.
@@ -253,11 +254,11 @@ class Eagle3Drafter(_Eagle3):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3SampledDrafter(_Eagle3):
-    """Proposes a tree of fixed shape whose children are sampled from the head, for the true-q acceptance rule.
+    """Proposes a tree of fixed shape with children sampled from the head, for the true-q acceptance rule.
 
-    The children of a node are drawn one after the other without replacement; `tree.q` holds the distribution of the
-    first draw, exactly as used, with zeros outside the draft vocabulary. A node whose distribution has fewer tokens than
-    the shape asks for has fewer valid children.
+    The children of a node are drawn one after the other without replacement; `tree.q` holds the distribution
+    of the first draw, exactly as used, with zeros outside the draft vocabulary. A node whose distribution has
+    fewer tokens than the shape asks for has fewer valid children.
 
     Args:
       widths: children of every node of level 0, 1, ...; (1, 1, 1) is a chain of three.
@@ -272,16 +273,11 @@ class Eagle3SampledDrafter(_Eagle3):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.widths or any(not isinstance(w, int) or w < 1 for w in self.widths):
-            raise ValueError(f"sampled draft tree: widths must be positive integers, got {self.widths}")
+        _check_sampled(self.widths, self.sampling)
         if max(self.widths) > self.config.draft_vocab_size:
             raise ValueError(
                 f"sampled draft tree: widths {self.widths} exceed the draft vocabulary of "
                 f"{self.config.draft_vocab_size}"
-            )
-        if self.sampling.greedy:
-            raise ValueError(
-                "sampled draft tree: needs a temperature above 0; use the dynamic tree for greedy decoding"
             )
 
     @property
@@ -307,14 +303,8 @@ class Eagle3SampledDrafter(_Eagle3):
         head = self._head(params)
         root = _take(history, count[:, None] - 1)
         batch = root.shape[0]
-        no_q = jnp.zeros((batch, 1, self.config.vocab_size), jnp.float32)
-        tokens, parent, valid, rank, q = (
-            [root],
-            [jnp.full_like(root, -1)],
-            [jnp.ones_like(root, bool)],
-            [root * 0],
-            [],
-        )
+        tokens, parent, rank = [root], [jnp.full_like(root, -1)], [jnp.zeros_like(root)]
+        valid, q = [jnp.ones_like(root, bool)], []
         features, trees, frontier = state.feature[:, None], None, None
         first = 0  # index of the level's first node
         for level, width in enumerate(self.widths):
@@ -338,11 +328,14 @@ class Eagle3SampledDrafter(_Eagle3):
                 assert frontier is not None and trees is not None
                 above = jnp.broadcast_to(up, real.shape)
                 frontier = self._descend(frontier, features, trees, tokens[-1], above, level + 1)
-        q.append(jnp.broadcast_to(no_q, (batch, tokens[-1].shape[1], no_q.shape[2])))
-        tokens, parent, valid, rank, q = (
-            jnp.concatenate(x, axis=1) for x in (tokens, parent, valid, rank, q)
+        q.append(jnp.zeros((*tokens[-1].shape, self.config.vocab_size), jnp.float32))  # leaves
+        return DraftTree(
+            tokens=jnp.concatenate(tokens, axis=1),
+            parent=jnp.concatenate(parent, axis=1),
+            valid=jnp.concatenate(valid, axis=1),
+            rank=jnp.concatenate(rank, axis=1),
+            q=jnp.concatenate(q, axis=1),
         )
-        return DraftTree(tokens=tokens, parent=parent, valid=valid, rank=rank, q=q)
 
     def _in_target_vocab(self, head: Eagle3, p: Float[Array, "B R Vd"]) -> Float[Array, "B R V"]:
         if not self.config.reduced_vocab:
@@ -351,9 +344,7 @@ class Eagle3SampledDrafter(_Eagle3):
         return zeros.at[:, :, head.target_ids[...]].set(p, unique_indices=True)
 
 
-def _draw(
-    key: PRNGKeyArray, p: Float[Array, "B R V"], count: int
-) -> tuple[Int[Array, "B R n"], Bool[Array, "B R n"]]:
+def _draw(key: PRNGKeyArray, p: Float[Array, "B R V"], count: int) -> tuple[Int[Array, "B R n"], Bool[Array, "B R n"]]:
     """`count` draws without replacement from each row, in order; False where nothing was left to draw."""
     batch, rows, vocab = p.shape
     left = p.reshape(batch * rows, vocab)
@@ -365,6 +356,18 @@ def _draw(
         left = left.at[jnp.arange(batch * rows), token].set(0.0)
     shape = (batch, rows, count)
     return jnp.stack(tokens, axis=-1).reshape(shape), jnp.stack(real, axis=-1).reshape(shape)
+
+
+def _check_window(window: int | None) -> None:
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"draft window must be an integer >= 1 or none, got {window!r}")
+
+
+def _check_sampled(widths: tuple[int, ...], sampling: Sampling) -> None:
+    if not widths or any(not isinstance(w, int) or w < 1 for w in widths):
+        raise ValueError(f"sampled draft tree: widths must be positive integers, got {widths}")
+    if sampling.greedy:
+        raise ValueError("sampled draft tree: needs a temperature above 0; for greedy decoding use the dynamic tree")
 
 
 def load_drafter(
@@ -399,7 +402,10 @@ def load_drafter(
     """
     if (sampling is None) != (widths is None):
         raise ValueError("sampled drafting needs both sampling and widths")
-    if widths is None:
+    _check_window(window)
+    if sampling is not None and widths is not None:
+        _check_sampled(widths, sampling)
+    else:
         check_tree(depth=depth, top_k=top_k, nodes=nodes)
     loaded = load_eagle3(
         directory,

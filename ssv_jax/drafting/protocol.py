@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
@@ -39,6 +39,7 @@ class Observation:
     count: Int[Array, " B"]
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Frozen, hashable description of a draft method: a static argument of the compiled round.
 

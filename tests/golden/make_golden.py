@@ -98,9 +98,7 @@ class PlainBPE:
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
         others = [b for b in range(256) if b not in printable]
         self.letter = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-        self.words = regex.compile(
-            r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-        )
+        self.words = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 
     def _merge(self, parts):
         while len(parts) > 1:
@@ -292,9 +290,7 @@ def record_smollm2(model, tok, meta, tokens):
         "tap_positions": np.array(TAP_POSITIONS, np.int32),
         "taps": np.stack([h[0, list(TAP_POSITIONS)].numpy() for h in hidden]),
     }
-    hf_tok = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tok, chat_template=meta["tokenizer.chat_template"]
-    )
+    hf_tok = transformers.PreTrainedTokenizerFast(tokenizer_object=tok, chat_template=meta["tokenizer.chat_template"])
     eos = meta["tokenizer.ggml.eos_token_id"]
     for i, question in enumerate(QUESTIONS):
         text = render_chat(meta, question)
@@ -363,9 +359,7 @@ def tiny_models():
     }
     yield (
         "llama3_biases",
-        base
-        | {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
-        | {"rope": {"theta": 1000.0, "scaling": scaling}},
+        base | {"qkv_bias": True, "o_bias": True, "mlp_bias": True} | {"rope": {"theta": 1000.0, "scaling": scaling}},
         transformers.LlamaConfig(
             **shared, rope_parameters=llama3, attention_bias=True, mlp_bias=True, tie_word_embeddings=False
         ),
@@ -375,9 +369,7 @@ def tiny_models():
     yield (
         "qwen2_qkv_bias_tied",
         base | plain | {"qkv_bias": True, "tie_embeddings": True, "head_dim": 4},
-        transformers.Qwen2Config(
-            **(shared | {"head_dim": 4}), rope_parameters=rope, tie_word_embeddings=True
-        ),
+        transformers.Qwen2Config(**(shared | {"head_dim": 4}), rope_parameters=rope, tie_word_embeddings=True),
         transformers.Qwen2ForCausalLM,
     )
     yield (

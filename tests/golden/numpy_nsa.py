@@ -249,8 +249,7 @@ def compress(x, cmp_fn, weights, l, d):
     """All complete blocks of x [T, K, D]: entry c is phi(x[c*d : c*d + l]). -> [N(T-1), K, D]."""
     T, K, D = x.shape
     out = [
-        compress_block(x[c * d : c * d + l].swapaxes(0, 1), cmp_fn, weights)
-        for c in range(num_visible(T - 1, l, d))
+        compress_block(x[c * d : c * d + l].swapaxes(0, 1), cmp_fn, weights) for c in range(num_visible(T - 1, l, d))
     ]
     return np.stack(out) if out else np.zeros((0, K, D))
 
@@ -347,9 +346,7 @@ def dense_attention(q, k, v):
 # --- A1-A7 together -----------------------------------------------------------------------------------------
 
 
-def nsa_attention(
-    nsa, rope, q_unroped, k_unroped, v, gates, compress_k=None, compress_v=None, selection=None
-):
+def nsa_attention(nsa, rope, q_unroped, k_unroped, v, gates, compress_k=None, compress_v=None, selection=None):
     """NSA for a whole sequence at positions 0..T-1.
 
     Args: q_unroped [T,K,G,D], k_unroped and v [T,K,D], gates [T,K,G,3] after the sigmoid (order cmp, slc,
@@ -431,9 +428,7 @@ def forward(config, params, tokens, refresh=None):
             if g.ndim == 2:  # one gate triple per token, shared by all heads
                 g = np.broadcast_to(g[:, None, None, :], (T, K, G, 3))
             inherited = None if refresh[i] else selection
-            res = nsa_attention(
-                nsa, rope, q, k, v, g, _sub(a, "compress_k/"), _sub(a, "compress_v/"), inherited
-            )
+            res = nsa_attention(nsa, rope, q, k, v, g, _sub(a, "compress_k/"), _sub(a, "compress_v/"), inherited)
             o, selection = res["out"], res["selection"]
             selections.append(selection)
             importances.append(res["importance"])

@@ -127,9 +127,7 @@ def test_rope_by_hand_and_relative():
     expected = [[c - 3 * s, 2 * c2 - 4 * s2, 3 * c + s, 4 * c2 + 2 * s2]]
     close(oracle.apply_rope(x, [5], {"theta": 100.0, "scaling": None}), expected)
     q, k = np.random.default_rng(0).standard_normal((2, 1, 8))
-    dots = [
-        np.sum(oracle.apply_rope(q, [7 + i], ROPE) * oracle.apply_rope(k, [3 + i], ROPE)) for i in (0, 50)
-    ]
+    dots = [np.sum(oracle.apply_rope(q, [7 + i], ROPE) * oracle.apply_rope(k, [3 + i], ROPE)) for i in (0, 50)]
     close(dots[0], dots[1])
 
 
@@ -157,16 +155,12 @@ def test_importance_weights_for_32_16_64_by_hand():
     s2 = 1 * 0.08 + 2 * 0.09 + 2 * 0.10 + 2 * 0.45
     close(S, [s0, s1, s2])
     eye = np.eye(12)[None]  # one head per entry
-    weights = np.stack(
-        [oracle.block_importance(eye[:, c : c + 1], 3, 32, 16, 64)[0] for c in range(12)], axis=1
-    )
+    weights = np.stack([oracle.block_importance(eye[:, c : c + 1], 3, 32, 16, 64)[0] for c in range(12)], axis=1)
     assert weights[1].tolist() == [0, 0, 0, 1, 2, 2, 2, 1, 0, 0, 0, 0]
     assert weights[0].tolist() == [2, 2, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("l", "d", "b"), [(32, 16, 64), (4, 4, 4), (6, 2, 6), (8, 2, 16), (4, 4, 12), (5, 5, 15)]
-)
+@pytest.mark.parametrize(("l", "d", "b"), [(32, 16, 64), (4, 4, 4), (6, 2, 6), (8, 2, 16), (4, 4, 12), (5, 5, 15)])
 def test_importance_weight_is_overlap_over_stride(l, d, b):
     for c in range(20):
         p = np.zeros((1, 1, 20))
@@ -314,9 +308,7 @@ def test_every_parameter_is_read():
 @pytest.mark.parametrize("branch", ["slc", "win"])
 def test_model_equals_dense_model_when_gated_to_a_covering_branch(branch):
     T = 40
-    covering = {"slc": {"n_selected": 5, "window_keys": 3}, "win": {"n_selected": 3, "window_keys": T}}[
-        branch
-    ]
+    covering = {"slc": {"n_selected": 5, "window_keys": 3}, "win": {"n_selected": 3, "window_keys": T}}[branch]
     config = make_config(make_nsa(**covering, gate_bias=True), qk_norm=True)
     params = oracle.random_params(config, 1)
     dense = config | {"nsa": None}

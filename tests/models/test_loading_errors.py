@@ -178,10 +178,7 @@ def test_missing_unknown_and_wrong_shapes_are_all_listed(tmp_path):
     message = message_of(write_hf(tmp_path, hf_config(), weights))
     assert "1 missing: model.norm.weight; " in message
     assert "1 unknown: model.layers.0.mlp.expert.weight; " in message
-    assert (
-        "1 of a wrong shape: model.layers.1.mlp.down_proj.weight (expected [64, 96], found [64, 95])"
-        in message
-    )
+    assert "1 of a wrong shape: model.layers.1.mlp.down_proj.weight (expected [64, 96], found [64, 95])" in message
 
 
 def test_long_lists_are_cut_with_a_count(tmp_path):

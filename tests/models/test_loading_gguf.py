@@ -91,9 +91,7 @@ def test_interleaved_rotation_of_stored_rows_is_half_split_rotation_of_ours(tmp_
     theirs = (stored @ x).reshape(KV_HEADS, DIM // 2, 2)
     ours = np.einsum("e,ekd->kd", x, kernel[:, :, GROUP]).reshape(KV_HEADS, 2, DIM // 2)
     turned = theirs[..., 0] * np.cos(angle) - theirs[..., 1] * np.sin(angle)
-    np.testing.assert_allclose(
-        ours[:, 0] * np.cos(angle) - ours[:, 1] * np.sin(angle), turned, rtol=1e-4, atol=1e-4
-    )
+    np.testing.assert_allclose(ours[:, 0] * np.cos(angle) - ours[:, 1] * np.sin(angle), turned, rtol=1e-4, atol=1e-4)
 
 
 def test_dense_file_with_nsa_config(tmp_path):
@@ -113,9 +111,7 @@ def test_head_dim_without_key_length(tmp_path):
     path.unlink()
     # Neither key: hidden / heads, which here is not what the tensors have.
     write_gguf(path, hf_weights(), metadata={**sizes, "rope.dimension_count": ...})
-    with pytest.raises(
-        CheckpointError, match=r"blk.0.attn_q.weight \(expected \[60, 64\], found \[96, 64\]\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"blk.0.attn_q.weight \(expected \[60, 64\], found \[96, 64\]\)"):
         load(path)
 
 
@@ -141,15 +137,11 @@ def test_llama3_scaling_is_recovered(tmp_path):
     path = tmp_path / "m.gguf"
     freqs = divisors(5e5, 32.0, 1.0, 4.0, 8192)
     write_gguf(path, hf_weights(), metadata={"rope.freq_base": 5e5}, extra={"rope_freqs.weight": freqs})
-    scaling = Llama3Scaling(
-        factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
-    )
+    scaling = Llama3Scaling(factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
     assert load(path).config.rope == RopeConfig(theta=5e5, scaling=scaling)
 
 
-@pytest.mark.parametrize(
-    ("factor", "low", "high", "original"), [(8, 1, 4, 8192), (4, 1, 8, 2048), (3, 2, 6, 4096)]
-)
+@pytest.mark.parametrize(("factor", "low", "high", "original"), [(8, 1, 4, 8192), (4, 1, 8, 2048), (3, 2, 6, 4096)])
 def test_llama3_scaling_by_fit(factor, low, high, original):
     """Unusual values come back up to the common factor of low, high and original, which has no effect."""
     stored = divisors(5e5, factor, low, high, original, half=64)
@@ -223,9 +215,7 @@ def test_storage_that_cannot_be_dequantised(tmp_path):
     assert struct.unpack_from("<I", data, at) == (0,)
     struct.pack_into("<I", data, at, 24)
     path.write_bytes(data)
-    with pytest.raises(
-        CheckpointError, match="token_embd.weight is stored as I8, which the gguf package cannot"
-    ):
+    with pytest.raises(CheckpointError, match="token_embd.weight is stored as I8, which the gguf package cannot"):
         load(path)
 
 
@@ -344,11 +334,7 @@ def test_smollm2_layers_against_hugging_face():
     layers = int(golden["tap_layers"][1])
     assert layers == 2
     for i in range(layers):
-        p = {
-            name.removeprefix(f"layers/{i}/"): a
-            for name, a in params.items()
-            if name.startswith(f"layers/{i}/")
-        }
+        p = {name.removeprefix(f"layers/{i}/"): a for name, a in params.items() if name.startswith(f"layers/{i}/")}
         qkv = np.einsum("te,ekgd->tkgd", norm(x, p["attn_norm/scale"]), p["attn/qkv/kernel"])
         out = np.empty((length, 3, 3, 64))
         for k in range(3):

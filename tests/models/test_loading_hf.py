@@ -126,9 +126,7 @@ def test_qwen2_and_qwen3(tmp_path):
     qwen2 = hf_config(model_type="qwen2", architectures=["Qwen2ForCausalLM"], use_sliding_window=False)
     config = load(write_hf(tmp_path / "2", qwen2, hf_weights(qkv_bias=True))).config
     assert (config.qkv_bias, config.o_bias, config.qk_norm) == (True, False, False)
-    qwen3 = hf_config(
-        model_type="qwen3", architectures=["Qwen3ForCausalLM"], layer_types=["full_attention"] * LAYERS
-    )
+    qwen3 = hf_config(model_type="qwen3", architectures=["Qwen3ForCausalLM"], layer_types=["full_attention"] * LAYERS)
     weights = hf_weights(qk_norm=True)
     checkpoint = load(write_hf(tmp_path / "3", qwen3, weights))
     assert (checkpoint.config.qkv_bias, checkpoint.config.o_bias, checkpoint.config.qk_norm) == (
@@ -176,9 +174,7 @@ LLAMA3 = {
 )
 def test_rope_dialects(tmp_path, changes, expected):
     if expected == "llama3":
-        scaling = Llama3Scaling(
-            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=128
-        )
+        scaling = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=128)
         expected = RopeConfig(theta=5000.0, scaling=scaling)
     assert load(write_hf(tmp_path, hf_config(**changes), hf_weights())).config.rope == expected
 

@@ -1,7 +1,7 @@
 """Proof by test that acceptance is lossless: the joint law of the first emitted tokens is the target's own.
 
-Small languages (tables of next-token distributions) are decoded with draft trees in many parallel sequences, for
-as many rounds as three emitted tokens can take. The counts of the 6^3 triples must fit the exact
+Small languages (tables of next-token distributions) are decoded with draft trees in many parallel sequences,
+for as many rounds as three emitted tokens can take. The counts of the 6^3 triples must fit the exact
 probabilities, by chi-square and by total variation; deliberately wrong rules must not.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ssv_jax.sampling import Sampling, invert, probabilities, sample_from
+from ssv_jax.sampling import Sampling, invert, probabilities
 from ssv_jax.tree import DraftTree
 
 # By name: the package may export the function `accept`.
@@ -30,11 +30,11 @@ rules = importlib.import_module("ssv_jax.accept")
 VOCAB = 6
 EMITTED = 3
 SEQUENCES = 200_000
-CHUNKS = 5
+CHUNKS = 4
 PLAIN = Sampling(temperature=1.0)
 
 
-# --- Languages ------------------------------------------------------------------------------------------------
+# --- Languages -----------------------------------------------------------------------------------------
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +44,7 @@ class Language:
 
     target: Any  # [C V]
     draft: Any  # [C V]
-    after: Any  # int [C V]
+    after: Any  # integers [C V]
 
 
 def make_after(memory: str) -> np.ndarray:
@@ -120,108 +120,122 @@ def exact_joint(language: Language, sampling: Sampling) -> np.ndarray:
     return joint
 
 
-# --- Drafting -------------------------------------------------------------------------------------------------
+# --- Drafting ------------------------------------------------------------------------------------------
+
+NODES = 9
+# Depth bound of all trees, unless a test cuts them.
+DEPTH = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """A tree: each node's parent and its place in the order in which its siblings are tried."""
+def make_shape(parent: list[int], rank: list[int]) -> DraftTree:
+    """A tree of one sequence without its tokens, padded to NODES.
 
-    parent: tuple[int, ...]
-    rank: tuple[int, ...]
-    max_depth: int
-    padding: int = 0
-
-
-# Nodes are not in the order of rank: trees may come sorted by anything.
-CHAIN_2 = Shape((-1, 0, 1), (0, 0, 0), 2)
-CHAIN_3 = Shape((-1, 0, 1, 2), (0, 0, 0, 0), 3)
-STAR = Shape((-1, 0, 0, 0), (0, 2, 0, 1), 1)
-TREE_2 = Shape((-1, 0, 0, 0, 1, 1, 2, 2), (0, 1, 2, 0, 0, 1, 1, 0), 2, padding=1)
-# Leaves at depths 1, 2 and 3.
-TREE_3 = Shape((-1, 0, 0, 0, 1, 1, 3, 4, 4), (0, 1, 0, 2, 1, 0, 0, 1, 0), 3)
-# A bound that cuts the tree above its leaves.
-TREE_3_CUT = dataclasses.replace(TREE_3, max_depth=2)
-
-
-def draft(key, language: Language, context, shape: Shape, method: str) -> tuple[DraftTree, Any]:
-    """A tree for each sequence, and the context after each node.
-
-    Methods: `sampled` without replacement from q; `repeated` likewise, but the second child repeats the first;
-    `independent` with replacement; `best` the most likely; `pruned` the most likely of one sampled child more.
+    Nodes are not always in the order of rank: trees may come sorted by anything.
     """
+    pad = NODES - len(parent)
+    return DraftTree(
+        tokens=jnp.zeros((1, NODES), jnp.int32),
+        parent=jnp.array([parent + [-1] * pad], jnp.int32),
+        rank=jnp.array([rank + [0] * pad], jnp.int32),
+        valid=jnp.arange(NODES)[None] < len(parent),
+    )
+
+
+SHAPES = {
+    "chain": make_shape([-1, 0, 1, 2], [0, 0, 0, 0]),
+    "star": make_shape([-1, 0, 0, 0], [0, 2, 0, 1]),
+    "depth 2": make_shape([-1, 0, 0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 0, 1, 1, 0]),
+    # Leaves at depths 1, 2 and 3.
+    "depth 3": make_shape([-1, 0, 0, 0, 1, 1, 3, 4, 4], [0, 1, 0, 2, 1, 0, 0, 1, 0]),
+}
+MOST_CHILDREN = 3
+
+
+def choose_children(key, log_q, method: str):
+    """Up to MOST_CHILDREN different continuations of each row, in the order in which they are to be tried.
+
+    `sampled` without replacement from q; `repeated` likewise, but the second repeats the first; `independent`
+    with replacement; `best`: the most likely; `pruned`: all but the least likely of one sampled child more.
+    """
+    batch = log_q.shape[0]
+    if method == "best":
+        return jax.lax.top_k(log_q, MOST_CHILDREN)[1]
+    if method == "independent":
+        noise = jax.random.gumbel(key, (MOST_CHILDREN, batch, VOCAB))
+        return jnp.argmax(log_q + noise, axis=-1).T
+    sampled = jax.lax.top_k(log_q + jax.random.gumbel(key, (batch, VOCAB)), MOST_CHILDREN + 1)[1]
+    if method == "repeated":
+        return jnp.concatenate([sampled[:, :1], sampled[:, :-2]], axis=1)
+    if method == "pruned":
+        scores = jnp.take_along_axis(log_q, sampled, axis=1)
+        kept = jnp.sort(jax.lax.top_k(scores, MOST_CHILDREN)[1], axis=1)
+        return jnp.take_along_axis(sampled, kept, axis=1)
+    return sampled[:, :-1]
+
+
+@functools.partial(jax.jit, static_argnames=("method",))
+def draft(key, language: Language, context, shape: DraftTree, method: str) -> tuple[DraftTree, Any]:
+    """A tree for each sequence, and the context after each node."""
     batch = context.shape[0]
-    nodes = len(shape.parent)
-    tokens = [jnp.zeros(batch, jnp.int32)] * nodes
-    contexts = [context] * nodes
-    for node, node_key in enumerate(jax.random.split(key, nodes)):
-        children = sorted((c for c in range(nodes) if shape.parent[c] == node), key=lambda c: shape.rank[c])
-        if not children:
-            continue
-        log_q = jax.nn.log_softmax(language.draft[contexts[node]])
-        noise = jax.random.gumbel(node_key, (len(children), batch, VOCAB))
-        sampled = jnp.argsort(-(log_q + noise[0]), axis=-1)
-        if method == "sampled":
-            order = sampled
-        elif method == "repeated":
-            order = jnp.concatenate([sampled[:, :1], sampled], axis=1)
-        elif method == "independent":
-            order = jnp.argmax(log_q + noise, axis=-1).T
-        elif method == "best":
-            order = jnp.argsort(-log_q, axis=-1)
-        else:
-            kept = sampled[:, : len(children) + 1]
-            by_score = jnp.argsort(-jnp.take_along_axis(log_q, kept, axis=1), axis=1)[:, : len(children)]
-            order = jnp.take_along_axis(kept, jnp.sort(by_score, axis=1), axis=1)
-        for child, token in zip(children, order.T, strict=False):
-            tokens[child] = token.astype(jnp.int32)
-            contexts[child] = language.after[contexts[node], token]
-    pad = ((0, 0), (0, shape.padding))
-    contexts = jnp.pad(jnp.stack(contexts, axis=1), pad)
-    each = functools.partial(jnp.broadcast_to, shape=(batch, nodes + shape.padding))
+    log_q = jax.nn.log_softmax(language.draft, axis=-1)
+
+    def add_children(node, state):
+        tokens, contexts = state
+        chosen = choose_children(jax.random.fold_in(key, node), log_q[contexts[:, node]], method)
+        proposed = jnp.take(chosen, shape.rank[0], axis=1)
+        is_child = (shape.parent[0] == node)[None]
+        tokens = jnp.where(is_child, proposed, tokens)
+        after = jnp.take_along_axis(language.after[contexts[:, node]], proposed, axis=1)
+        return tokens, jnp.where(is_child, after, contexts)
+
+    start = (jnp.zeros((batch, NODES), jnp.int32), jnp.broadcast_to(context[:, None], (batch, NODES)))
+    parents = jnp.max(shape.parent) + 1
+    tokens, contexts = jax.lax.fori_loop(0, parents, add_children, start)
     tree = DraftTree(
-        tokens=jnp.pad(jnp.stack(tokens, axis=1), pad),
-        parent=each(jnp.array(shape.parent + (-1,) * shape.padding, jnp.int32)),
-        valid=each(jnp.arange(nodes + shape.padding) < nodes),
-        rank=each(jnp.array(shape.rank + (0,) * shape.padding, jnp.int32)),
-        q=jax.nn.softmax(language.draft[contexts]),
+        tokens=tokens,
+        parent=jnp.broadcast_to(shape.parent, tokens.shape),
+        rank=jnp.broadcast_to(shape.rank, tokens.shape),
+        valid=jnp.broadcast_to(shape.valid, tokens.shape),
+        q=jnp.exp(log_q)[contexts],
     )
     return tree, contexts
 
 
-# --- Decoding and comparing -----------------------------------------------------------------------------------
+# --- Decoding and comparing ----------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "method", "sampling", "accept", "with_q"))
-def count_triples(key, language, *, shape, method, sampling, accept, with_q):
-    """How often each triple was emitted first."""
+@functools.partial(jax.jit, static_argnames=("sampling", "accept", "max_depth"))
+def advance(key, state, tree, contexts, language, *, sampling, accept, max_depth):
+    """The sequences' contexts, counts and emitted tokens after acceptance."""
+    context, count, emitted = state
+    got = accept(tree, language.target[contexts], sampling, key, max_depth)
+    for depth in range(max_depth + 1):
+        node = got.path[:, min(depth + 1, max_depth)]
+        token = jnp.take_along_axis(tree.tokens, node[:, None], axis=1)[:, 0]
+        token = jnp.where(depth < got.num_accepted, token, got.bonus)
+        here = (depth <= got.num_accepted)[:, None] & (jnp.arange(EMITTED) == (count + depth)[:, None])
+        emitted = jnp.where(here, token[:, None], emitted)
+    last = jnp.take_along_axis(got.path, got.num_accepted[:, None], axis=1)
+    context = language.after[jnp.take_along_axis(contexts, last, axis=1)[:, 0], got.bonus]
+    return context, count + got.num_accepted + 1, emitted
 
-    def chunk(key):
-        batch = SEQUENCES // CHUNKS
-        context = jnp.zeros(batch, jnp.int32)
-        count = context
-        emitted = jnp.zeros((batch, EMITTED), jnp.int32)
-        for round_key in jax.random.split(key, EMITTED):
+
+def count_triples(key, language, shape, method, *, with_q, **acceptance) -> np.ndarray:
+    """How often each triple of tokens was emitted first."""
+    counts = np.zeros(VOCAB**EMITTED, np.int64)
+    for chunk_key in jax.random.split(key, CHUNKS):
+        context = jnp.zeros(SEQUENCES // CHUNKS, jnp.int32)
+        state = (context, context, jnp.zeros((len(context), EMITTED), jnp.int32))
+        for round_key in jax.random.split(chunk_key, EMITTED):
             draft_key, accept_key = jax.random.split(round_key)
-            tree, contexts = draft(draft_key, language, context, shape, method)
+            tree, contexts = draft(draft_key, language, state[0], shape, method)
             if not with_q:
                 tree = dataclasses.replace(tree, q=None)
-            got = accept(tree, language.target[contexts], sampling, accept_key, shape.max_depth)
-            for depth in range(shape.max_depth + 1):
-                node = got.path[:, min(depth + 1, shape.max_depth)]
-                token = jnp.take_along_axis(tree.tokens, node[:, None], axis=1)[:, 0]
-                token = jnp.where(depth < got.num_accepted, token, got.bonus)
-                here = (depth <= got.num_accepted)[:, None] & (
-                    jnp.arange(EMITTED) == (count + depth)[:, None]
-                )
-                emitted = jnp.where(here, token[:, None], emitted)
-            last = jnp.take_along_axis(got.path, got.num_accepted[:, None], axis=1)
-            context = language.after[jnp.take_along_axis(contexts, last, axis=1)[:, 0], got.bonus]
-            count = count + got.num_accepted + 1
-        triple = (emitted[:, 0] * VOCAB + emitted[:, 1]) * VOCAB + emitted[:, 2]
-        return jnp.bincount(triple, length=VOCAB**EMITTED)
-
-    return jax.lax.map(chunk, jax.random.split(key, CHUNKS)).sum(0)
+            state = advance(accept_key, state, tree, contexts, language, **acceptance)
+        emitted = np.asarray(state[2])
+        triples = np.ravel_multi_index(tuple(emitted.T), (VOCAB,) * EMITTED)
+        counts += np.bincount(triples, minlength=counts.size)
+    return counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,31 +273,32 @@ def compare(counts: np.ndarray, exact: np.ndarray) -> Fit:
 
 def measure(
     language: Language,
-    shape: Shape,
+    shape: str,
     method: str,
     *,
     sampling: Sampling = PLAIN,
     accept: Callable = rules.accept,
     with_q: bool = True,
-    seed: int = 1,
+    max_depth: int = DEPTH,
 ) -> Fit:
     counts = count_triples(
-        jax.random.key(seed),
+        jax.random.key(1),
         language,
-        shape=shape,
-        method=method,
+        SHAPES[shape],
+        method,
+        with_q=with_q,
         sampling=sampling,
         accept=accept,
-        with_q=with_q,
+        max_depth=max_depth,
     )
     assert counts.sum() == SEQUENCES
-    return compare(np.asarray(counts), exact_joint(language, sampling))
+    return compare(counts, exact_joint(language, sampling))
 
 
 def try_in_turn(tree, logits, sampling, key, max_depth, *, zeroing: bool = True, fresh: bool = True):
     """The point-mass rule as usually written: accept x if u < p(x), else remove x from p and renormalise.
 
-    `zeroing` and `fresh` off give wrong rules: p is kept after a rejection; one u serves all tries of a round.
+    Wrong with `zeroing` off (p is kept after a rejection) or `fresh` off (one u serves all tries of a round).
     """
     batch, nodes = tree.tokens.shape
     u = jax.random.uniform(key, (batch, 2 * nodes + 2))
@@ -316,7 +331,7 @@ def try_in_turn(tree, logits, sampling, key, max_depth, *, zeroing: bool = True,
     return rules.Acceptance(path=path, num_accepted=depth, bonus=invert(rest, u[:, -2:]))
 
 
-# --- Right rules ----------------------------------------------------------------------------------------------
+# --- Right rules ---------------------------------------------------------------------------------------
 
 LANGUAGES = (
     "random",
@@ -332,27 +347,32 @@ LANGUAGES = (
 @pytest.mark.parametrize("kind", LANGUAGES)
 def test_true_q_keeps_the_law(kind):
     """Biased samples, or NaN, with: q = p, disjoint supports, certain tokens, tokens that p or q lacks."""
-    fit = measure(make_language(kind), TREE_2, "sampled")
+    fit = measure(make_language(kind), "depth 2", "sampled")
     assert fit.good, fit
 
 
 @pytest.mark.parametrize("kind", LANGUAGES)
 def test_point_mass_keeps_the_law(kind):
     """Children chosen as the most likely of q: the q = 1 rule costs acceptance, not correctness."""
-    fit = measure(make_language(kind), TREE_2, "best", with_q=False)
+    fit = measure(make_language(kind), "depth 2", "best", with_q=False)
     assert fit.good, fit
 
 
-@pytest.mark.parametrize(
-    "shape", [CHAIN_2, CHAIN_3, STAR, TREE_3, TREE_3_CUT], ids=["2", "3", "star", "t3", "cut"]
-)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_true_q_keeps_the_law_on_every_shape(shape):
-    """Chains, trees with leaves above the depth bound, trees that go deeper than it; p depends on the last token."""
+    """Chains, and trees with leaves above the depth bound; p depends on the last token alone."""
     fit = measure(make_language("random", "last", seed=2), shape, "sampled")
     assert fit.good, fit
 
 
-@pytest.mark.parametrize("shape", [CHAIN_3, TREE_3, TREE_3_CUT], ids=["chain", "t3", "cut"])
+@pytest.mark.parametrize("with_q", [True, False], ids=["q", "point"])
+def test_law_holds_for_trees_below_the_bound(with_q):
+    """A tree that is deeper than the bound: the walk stops at the bound, with the right next token."""
+    fit = measure(make_language("random", seed=5), "depth 3", "sampled", with_q=with_q, max_depth=1)
+    assert fit.good, fit
+
+
+@pytest.mark.parametrize("shape", ["chain", "depth 3"])
 @pytest.mark.parametrize("method", ["sampled", "pruned", "independent"])
 def test_point_mass_keeps_the_law_for_sampled_children(shape, method):
     """Sampled, pruned and repeated children, all accepted as if they had been chosen."""
@@ -363,36 +383,36 @@ def test_point_mass_keeps_the_law_for_sampled_children(shape, method):
 @pytest.mark.parametrize("kind", ["random", "small-draft-vocabulary"])
 def test_true_q_ignores_a_repeated_child(kind):
     """A token that appears twice among siblings is counted twice, and comes too often."""
-    fit = measure(make_language(kind), TREE_2, "repeated")
+    fit = measure(make_language(kind), "depth 2", "repeated")
     assert fit.good, fit
 
 
 @pytest.mark.parametrize(
-    "sampling",
+    ("sampling", "with_q"),
     [
-        Sampling(temperature=1.0, top_k=3),
-        Sampling(temperature=1.0, top_p=0.7),
-        Sampling(temperature=0.6, top_k=4, top_p=0.9),
-        Sampling(temperature=1.7),
+        (Sampling(temperature=1.0, top_k=3), True),
+        (Sampling(temperature=1.0, top_p=0.7), True),
+        (Sampling(temperature=0.6, top_k=4, top_p=0.9), True),
+        (Sampling(temperature=0.6, top_k=4, top_p=0.9), False),
+        (Sampling(temperature=1.7), False),
     ],
-    ids=["k", "p", "tkp", "t"],
+    ids=["q-k", "q-p", "q-all", "point-all", "point-temperature"],
 )
-@pytest.mark.parametrize("with_q", [True, False], ids=["q", "point"])
 def test_law_holds_for_processed_distributions(sampling, with_q):
-    """Verification that forgets the temperature or the cuts emits tokens that were cut away, or too flat a law."""
-    fit = measure(make_language("random", seed=4), TREE_2, "sampled", sampling=sampling, with_q=with_q)
+    """Temperature and cuts: verification that forgets them emits what was cut away, or too flat a law."""
+    fit = measure(make_language("random", seed=4), "depth 2", "sampled", sampling=sampling, with_q=with_q)
     assert fit.good, fit
 
 
 def test_trying_in_turn_is_the_same_law():
     """The point-mass rule as usually written and the one draw of ours agree with the same probabilities."""
     language = make_language("random")
-    assert measure(language, TREE_2, "best", with_q=False, accept=try_in_turn).good
-    assert measure(language, TREE_2, "independent", with_q=False, accept=try_in_turn).good
+    assert measure(language, "depth 2", "best", with_q=False, accept=try_in_turn).good
+    assert measure(language, "depth 2", "independent", with_q=False, accept=try_in_turn).good
 
 
 def coarse(tree, logits, sampling, key, max_depth):
-    """Tries with one of eight uniforms, 0 among them: exact where p / q is a multiple of 1/8 of an only child."""
+    """Tries with eight uniforms, 0 among them: exact for an only child where p / q is a multiple of 1/8."""
     key_try, key_draw = jax.random.split(key)
     cell = jax.random.randint(key_try, tree.tokens.shape, 0, 8)
     tries = jnp.where(cell == 0, 0.0, (cell + 0.5) / 8)
@@ -402,11 +422,11 @@ def coarse(tree, logits, sampling, key, max_depth):
 
 def test_law_holds_when_uniforms_are_often_zero():
     """A token of probability 0 is emitted whenever the uniform is exactly 0."""
-    fit = measure(make_language("eighths"), CHAIN_2, "sampled", accept=coarse)
+    fit = measure(make_language("eighths"), "chain", "sampled", accept=coarse)
     assert fit.good, fit
 
 
-# --- Wrong rules: each must fail the same statistic ---------------------------------------------------------------
+# --- Wrong rules: each must fail the same statistic ----------------------------------------------------
 
 
 def patched(name: str, replacement: Callable, accept: Callable = rules.accept) -> Callable:
@@ -441,9 +461,7 @@ WRONG_TRUE_Q = {
     "reused uniforms": reuse_uniforms,
     "tried by score": try_by_score,
     "q not updated": patched("_without", lambda q, x: q),
-    "residual of the unprocessed q": patched(
-        "_residual", lambda rest, q, p: rules._without(rest, jnp.argmax(q, 1))
-    ),
+    "residual of the unprocessed q": patched("_residual", lambda rest, q, p: rules._without(rest, jnp.argmax(q, 1))),
     "always accepted": patched("_accepts", lambda u, p, q: p > 0),
 }
 
@@ -451,14 +469,14 @@ WRONG_TRUE_Q = {
 @pytest.mark.parametrize("name", WRONG_TRUE_Q)
 def test_wrong_true_q_rules_fail(name):
     """The statistic sees each of the known ways to lose losslessness with true q."""
-    fit = measure(make_language("random"), TREE_2, "sampled", accept=WRONG_TRUE_Q[name])
+    fit = measure(make_language("random"), "depth 2", "sampled", accept=WRONG_TRUE_Q[name])
     assert not fit.good, fit
     assert fit.p_value < 1e-6, fit
 
 
 def test_true_q_of_pruned_children_fails():
     """Why sampled trees that were pruned by score must be accepted as chosen ones."""
-    fit = measure(make_language("random"), TREE_2, "pruned")
+    fit = measure(make_language("random"), "depth 2", "pruned")
     assert fit.p_value < 1e-6, fit
 
 
@@ -466,20 +484,20 @@ def test_true_q_of_pruned_children_fails():
 def test_wrong_point_mass_rules_fail(step):
     """Raw p after a rejection; one uniform for all tries."""
     wrong = functools.partial(try_in_turn, **{step: False})
-    fit = measure(make_language("random"), TREE_2, "best", with_q=False, accept=wrong)
+    fit = measure(make_language("random"), "depth 2", "best", with_q=False, accept=wrong)
     assert fit.p_value < 1e-6, fit
 
 
 def test_one_draw_for_all_depths_fails():
     """Point mass by one draw per depth: the draws must be independent."""
-    fit = measure(make_language("random"), TREE_2, "best", with_q=False, accept=reuse_uniforms)
+    fit = measure(make_language("random"), "depth 2", "best", with_q=False, accept=reuse_uniforms)
     assert fit.p_value < 1e-6, fit
 
 
 def test_accepting_at_equality_fails():
     """`u <= p / q` emits tokens of probability 0 when u is 0."""
     wrong = patched("_accepts", lambda u, p, q: u * q <= p, coarse)
-    fit = measure(make_language("eighths"), CHAIN_2, "sampled", accept=wrong)
+    fit = measure(make_language("eighths"), "chain", "sampled", accept=wrong)
     assert fit.impossible > 0, fit
 
 
@@ -487,5 +505,5 @@ def test_target_without_its_cuts_fails():
     """Accepting against the unprocessed distribution."""
     raw = patched("probabilities", lambda logits, sampling: jax.nn.softmax(logits))
     sampling = Sampling(temperature=0.8, top_p=0.8)
-    fit = measure(make_language("random"), TREE_2, "sampled", sampling=sampling, accept=raw)
+    fit = measure(make_language("random"), "depth 2", "sampled", sampling=sampling, accept=raw)
     assert fit.impossible > 0 and fit.p_value < 1e-6, fit

@@ -1,0 +1,401 @@
+"""Times the sparse verification and reuse kernels on a GPU against bytes over the measured read rate.
+
+    python experiments/kernel_bench_sparse.py results.json --suite quick --seconds 200
+
+Kernel times are CUPTI medians from `jax.profiler` over calls that rotate through several caches and selections, so
+that the L2 cache holds none of them; each call's queries come from the call before. Random data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import functools
+import glob
+import importlib
+import json
+import pathlib
+import statistics
+import tempfile
+import time
+import traceback
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ssv_jax.pallas_kernels import (
+    CachedKV,
+    Geometry,
+    MergedSchedule,
+    Selection,
+    TreeKV,
+    TreeQueries,
+    completions,
+    merge,
+)
+
+PACKAGE = "ssv_jax.pallas_kernels"
+KERNEL = "sparse_attention"
+KV_HEADS, HEADS, BLOCKS = 8, 4, 16
+CACHES, CALLS = 4, 16
+
+
+def module(name: str) -> Any:
+    """A module of the kernel package (its functions shadow the op packages as attributes)."""
+    return importlib.import_module(f"{PACKAGE}.{name}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One workload."""
+
+    nodes: int
+    group: int
+    dim: int = 128
+    context: int = 65536
+    overlap: float = 0.75
+    op: str = "verify"  # or "reuse"
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
+    block_size: int = 64
+    window: int = 512
+
+
+def geometry(case: Case) -> Geometry:
+    """The geometry of the paper, with the case's block size and window."""
+    return Geometry(
+        kernel_size=32,
+        kernel_stride=16,
+        block_size=case.block_size,
+        n_blocks=BLOCKS,
+        init_blocks=1,
+        local_blocks=2,
+        window=case.window,
+    )
+
+
+def tree_of(case: Case, length: int, rng: np.random.Generator) -> TreeQueries:
+    """A random tree in breadth-first order, up to 8 deep."""
+    nodes = case.nodes
+    parent, depth = np.full(nodes, -1), np.zeros(nodes, int)
+    ancestor = np.eye(nodes, dtype=bool)
+    for node in range(1, nodes):
+        depth[node] = min(1 + (node - 1) * 8 // nodes, depth[node - 1] + 1)
+        parent[node] = rng.choice(np.flatnonzero(depth[:node] == depth[node] - 1))
+        ancestor[node] |= ancestor[parent[node]]
+    return TreeQueries(
+        length=jnp.full((1,), length, jnp.int32),
+        position=jnp.asarray(length + depth, jnp.int32)[None],
+        ancestor=jnp.asarray(ancestor)[None],
+        parent=jnp.asarray(parent, jnp.int32)[None],
+    )
+
+
+def selection_of(case: Case, position: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Forced blocks plus free ones, of which adjacent nodes share so many that the overlap is as stated."""
+    size, nodes = case.block_size, case.nodes
+    chosen = np.full((1, case.kv_heads, nodes, BLOCKS), -1, np.int32)
+    own = position // size
+    for head in range(case.kv_heads):
+        free = np.zeros(0, int)
+        for node in range(nodes):
+            forced = np.unique([0, max(own[node] - 1, 0), own[node]])
+            pool = np.setdiff1d(np.arange(own[0] - 1), [0])
+            want = min(BLOCKS - len(forced), len(pool))
+            keep = min(len(free), want, max(0, round(case.overlap * BLOCKS) - len(forced)))
+            kept = rng.permutation(free)[:keep]
+            rest = np.setdiff1d(pool, free)
+            if len(rest) < want - keep:
+                rest = np.setdiff1d(pool, kept)
+            free = np.concatenate([kept, rng.choice(rest, want - keep, replace=False)])
+            blocks = np.sort(np.concatenate([forced, free]))
+            chosen[0, head, node, : len(blocks)] = blocks
+    return chosen
+
+
+def random_arrays(key: jax.Array, *shapes: tuple[int, ...]) -> list[jax.Array]:
+    """Normal bfloat16 arrays."""
+    keys = jax.random.split(key, len(shapes))
+    return [jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, shapes, strict=True)]
+
+
+@functools.cache
+def caches(case: Case) -> list[CachedKV]:
+    """The rotating caches of a shape."""
+    geo = geometry(case)
+    full = (1, case.kv_heads, case.context, case.dim)
+    short = (1, case.kv_heads, geo.entries(case.context), case.dim)
+    make = jax.jit(lambda key: random_arrays(key, full, full, short, short))
+    found = []
+    for index in range(CACHES):
+        k, v, k_cmp, v_cmp = make(jax.random.key(index))
+        found.append(CachedKV(k=k, v=v, k_cmp=k_cmp, v_cmp=v_cmp))
+    return found
+
+
+def shared_caches(case: Case) -> list[CachedKV]:
+    """As `caches`, one allocation for all cases of a shape."""
+    return caches(dataclasses.replace(case, nodes=1, group=1, overlap=0.0, op="verify"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Inputs of a case, and its bytes."""
+
+    q: jax.Array
+    gates: jax.Array
+    tree: TreeKV
+    queries: TreeQueries
+    selections: list[Selection]
+    unique_bytes: float
+    loaded_bytes: float
+
+
+def workload(case: Case, calls: int = CALLS) -> Workload:
+    """Random inputs of a case."""
+    rng = np.random.default_rng(case.nodes)
+    length = case.context - case.nodes - 8 - 13
+    queries = tree_of(case, length, rng)
+    shape = (1, case.kv_heads, case.nodes, case.dim)
+    k, v, q, gates, k_cmp, v_cmp = random_arrays(
+        jax.random.key(7),
+        shape,
+        shape,
+        (1, case.nodes, case.kv_heads, case.heads, case.dim),
+        (1, case.nodes, case.kv_heads, case.heads, 3),
+        shape,
+        shape,
+    )
+    geo = geometry(case)
+    tree = TreeKV(k=k, v=v, k_cmp=k_cmp, v_cmp=v_cmp, completions=completions(queries, geo))
+    fused = jax.jit(functools.partial(merge, group=case.group, num_blocks=case.context // case.block_size))
+    block_bytes = case.block_size * case.dim * 2 * 2
+    window = -(-(case.window + case.block_size) // case.block_size)
+    selections, unique, loaded = [], [], []
+    for _ in range(calls):
+        chosen = selection_of(case, np.asarray(queries.position[0]), rng)
+        schedule = fused(jnp.asarray(chosen))
+        selections.append(Selection(blocks=jnp.asarray(chosen), schedule=schedule))
+        loaded.append(int((np.asarray(schedule.blocks) >= 0).sum()) * block_bytes)
+        near = np.arange(length // case.block_size - window + 1, length // case.block_size + 1)
+        for head in range(case.kv_heads):
+            seen = np.union1d(chosen[0, head], near)
+            unique.append(int((seen >= 0).sum()) * block_bytes)
+    total = statistics.mean(unique) * case.kv_heads
+    if case.op == "reuse":
+        total += case.kv_heads * geo.entries(length) * case.dim * 2 * 2
+    return Workload(
+        q=q,
+        gates=jax.nn.sigmoid(gates.astype(jnp.float32)),
+        tree=tree,
+        queries=queries,
+        selections=selections,
+        unique_bytes=total,
+        loaded_bytes=statistics.mean(loaded),
+    )
+
+
+def kernel_times(function: Any, arguments: tuple[Any, ...], repeats: int = 1) -> dict[str, list[float]]:
+    """CUPTI durations in microseconds by kernel name."""
+    jax.block_until_ready(function(*arguments))
+    times: dict[str, list[float]] = collections.defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(repeats):
+                jax.block_until_ready(function(*arguments))
+        for path in glob.glob(folder + "/**/*.xplane.pb", recursive=True):
+            for plane in jax.profiler.ProfileData.from_file(path).planes:
+                if "/device:GPU" not in plane.name:
+                    continue
+                for line in plane.lines:
+                    if "Stream" in line.name:
+                        for event in line.events:
+                            times[event.name].append(event.duration_ns / 1e3)
+    return times
+
+
+def read_rate() -> float:
+    """Measured read rate of device memory in bytes a second: row maxima of 4 GiB."""
+    x = jax.random.normal(jax.random.key(0), (16384, 131072), jnp.bfloat16)
+    times = kernel_times(jax.jit(lambda x: x.max(axis=1)), (x,), repeats=5)
+    longest = max(times.values(), key=sum)
+    return x.nbytes / (statistics.median(longest) * 1e-6)
+
+
+def call(case: Case, config: Any) -> Any:
+    """The kernel of a case, under a tile configuration."""
+    attention = module("sparse_verify.mosaic_kernel").attention
+
+    def run(
+        q: jax.Array,
+        cached: CachedKV,
+        tree: TreeKV,
+        queries: TreeQueries,
+        schedule: MergedSchedule,
+        gates: jax.Array,
+    ) -> jax.Array:
+        return attention(
+            q,
+            cached,
+            tree,
+            queries,
+            schedule,
+            gates,
+            geometry=geometry(case),
+            scale=case.dim**-0.5,
+            compressed=case.op == "reuse",
+            config=config,
+        )
+
+    return run
+
+
+def oracle(case: Case) -> Any:
+    """The portable implementation in float32."""
+
+    def run(
+        q: jax.Array, cached: CachedKV, tree: TreeKV, queries: TreeQueries, selection: Selection, gates: jax.Array
+    ) -> jax.Array:
+        q, cached, tree = jax.tree.map(
+            lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, (q, cached, tree)
+        )
+        options = {"geometry": geometry(case), "scale": case.dim**-0.5}
+        if case.op == "reuse":
+            ops = module("nsa_fused.xla")
+            return ops.reuse_attention(q, cached, tree, queries, gates, selection, **options)
+        ops = module("sparse_verify.xla")
+        return ops.sparse_verify(q, cached, tree, queries, selection.schedule, gates, **options)
+
+    return run
+
+
+def check(case: Case, config: Any) -> dict[str, Any]:
+    """Relative error against float32, with poison past the length, and bitwise repeatability."""
+    work = workload(case, calls=1)
+    geo = geometry(case)
+    cached = shared_caches(case)[0]
+    length = work.queries.length[0]
+    entries = geo.num_entries(length)
+
+    def poison(x: jax.Array, count: jax.Array, value: float) -> jax.Array:
+        return jnp.where((jnp.arange(x.shape[2]) >= count)[:, None], value, x).astype(x.dtype)
+
+    clean = CachedKV(
+        k=poison(cached.k, length, 0),
+        v=poison(cached.v, length, 0),
+        k_cmp=poison(cached.k_cmp, entries, 0),
+        v_cmp=poison(cached.v_cmp, entries, 0),
+    )
+    dirty = CachedKV(
+        k=poison(cached.k, length, 3e38),
+        v=poison(cached.v, length, -3e38),
+        k_cmp=poison(cached.k_cmp, entries, -3e38),
+        v_cmp=poison(cached.v_cmp, entries, 3e38),
+    )
+    selection = work.selections[0]
+    run = jax.jit(call(case, config))
+    arguments = (work.tree, work.queries, selection.schedule, work.gates)
+    first = np.asarray(run(work.q, dirty, *arguments))
+    same = all(np.array_equal(first, np.asarray(run(work.q, dirty, *arguments))) for _ in range(20))
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(oracle(case))(work.q, clean, work.tree, work.queries, selection, work.gates)
+    want = np.asarray(want, np.float64)
+    error = float(np.linalg.norm(first - want) / np.linalg.norm(want))
+    return {"case": dataclasses.asdict(case), "config": dataclasses.asdict(config), "error": error, "repeats": same}
+
+
+def bench(case: Case, config: Any, rate: float) -> dict[str, Any]:
+    """Kernel time of a case over rotating caches."""
+    work = workload(case)
+    inner = jax.jit(call(case, config))
+
+    def chain(q: jax.Array, caches: list[CachedKV], tree: Any, queries: Any, schedules: Any, gates: Any) -> Any:
+        for index, schedule in enumerate(schedules):
+            out = inner(q, caches[index % len(caches)], tree, queries, schedule, gates)
+            q = out.astype(q.dtype)
+        return q
+
+    schedules = [selection.schedule for selection in work.selections]
+    arguments = (work.q, shared_caches(case), work.tree, work.queries, schedules, work.gates)
+    times = kernel_times(jax.jit(chain), arguments, repeats=2)
+    durations = [d for name, found in times.items() if KERNEL in name for d in found]
+    count = 2 * len(schedules)
+    total = sum(map(sum, times.values())) / count
+    median = statistics.median(durations)
+    return {
+        "case": dataclasses.asdict(case),
+        "config": dataclasses.asdict(config),
+        "kernel_us": median,
+        "kernel_min_us": min(durations),
+        "kernel_max_us": max(durations),
+        "launches_per_call": len(durations) / count,
+        "all_kernels_us": total,
+        "other_kernels": {
+            name[:40]: [len(found) / count, sum(found) / count]
+            for name, found in times.items()
+            if KERNEL not in name
+        },
+        "unique_mb": work.unique_bytes / 1e6,
+        "loaded_selected_mb": work.loaded_bytes / 1e6,
+        "unique_share_of_read_rate": work.unique_bytes / (median * 1e-6) / rate,
+    }
+
+
+def suite(name: str) -> tuple[list[tuple[Case, dict[str, Any]]], list[tuple[Case, dict[str, Any]]]]:
+    """(checks, benches) of a suite, as cases with options of `TileConfig`."""
+    return json_suite(pathlib.Path(name)) if name.endswith(".json") else BUILT_IN[name]
+
+
+def json_suite(path: pathlib.Path) -> tuple[list[Any], list[Any]]:
+    """A suite from a file: {"checks": [[case, config], ...], "benches": [...]}."""
+    found = json.loads(path.read_text())
+    return tuple([(Case(**c), k) for c, k in found.get(part, [])] for part in ("checks", "benches"))  # type: ignore
+
+
+BUILT_IN: dict[str, Any] = {"quick": ([], []), "full": ([], [])}
+
+
+def main() -> None:
+    """Runs a suite within a time limit and writes what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=pathlib.Path)
+    parser.add_argument("--suite", default="quick", help="quick, full, or a JSON file of cases")
+    parser.add_argument("--seconds", type=float, default=200.0)
+    options = parser.parse_args()
+    start = time.time()
+    config_type = module("sparse_verify.tiles").TileConfig
+    checks, benches = suite(options.suite)
+    device = jax.devices()[0]
+    results: dict[str, Any] = {"device": device.device_kind, "jax": jax.__version__, "checks": [], "benches": []}
+    rate = read_rate()
+    results["read_rate_gb_s"] = rate / 1e9
+    print(f"read rate {rate / 1e9:.0f} GB/s", flush=True)
+    for kind, items in (("checks", checks), ("benches", benches)):
+        for case, tiles in items:
+            if time.time() - start > options.seconds:
+                print(f"out of time before {case}", flush=True)
+                break
+            began = time.time()
+            config = config_type(**tiles)
+            try:
+                row = check(case, config) if kind == "checks" else bench(case, config, rate)
+            except Exception as error:
+                traceback.print_exc(limit=3)
+                row = {"case": dataclasses.asdict(case), "config": tiles, "failed": str(error)[:500]}
+            results[kind].append(row)
+            options.output.write_text(json.dumps(results, indent=1))
+            shown = {k: round(v, 5) for k, v in row.items() if isinstance(v, float | int)}
+            others = {k: [round(x, 2) for x in v] for k, v in row.get("other_kernels", {}).items()}
+            print(
+                f"{case.op} T={case.nodes} C={case.group} D={case.dim} L={case.context} ov={case.overlap} {tiles} "
+                f"{shown} {others if 'show' in case.op or case.nodes == 5 else ''} [{time.time() - began:.1f}s]",
+                flush=True,
+            )
+    options.output.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
