@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE_FOLDERS = ("pallas_kernels", "models", "ssv_jax")
 LINKS = ("models", "pallas_kernels")
+HOST_DECISIONS = ("controller.py", "profiles.py")
 MAX_LINES = 600
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".txt", ".json", ".csv", ".sh", ""}
 MAX_SCANNED_BYTES = 4_000_000
@@ -95,6 +96,16 @@ def test_linked_folders_import_relatively():
         if path.suffix == ".py" and any(m.split(".")[0] == "ssv_jax" for m in imported_modules(path))
     ]
     assert not offenders, relative(offenders)
+
+
+@pytest.mark.parametrize("name", HOST_DECISIONS)
+def test_host_decisions_do_not_import_jax(name):
+    # Here and not among the layers' contracts, which cannot name a module that is absent.
+    path = ROOT / "ssv_jax" / name
+    if not path.exists():
+        pytest.skip(f"there is no {name}")
+    roots = {module.split(".")[0] for module in imported_modules(path)}
+    assert not roots & {"jax", "jaxlib", "flax", "optax"}
 
 
 @pytest.mark.parametrize("name", LINKS)

@@ -156,6 +156,16 @@ def reset(counter_ref: Any) -> None:
     store(counter_ref)
 
 
+def sync() -> None:
+    """Barrier of the block's one warpgroup."""
+
+    @plgpu.inline_mgpu()
+    def barrier(ctx: Any) -> None:
+        mgpu.utils.warpgroup_barrier()
+
+    barrier()
+
+
 class Ring:
     """K and V tiles on their way through shared memory. Pieces of a head's columns are separate tiles.
 
@@ -168,7 +178,7 @@ class Ring:
         self.k_barriers, self.v_barriers = k_barriers, v_barriers
 
     def fetch(self, source: Any, target: Any, barrier: Any, slot: jax.Array, rows: list[jax.Array]) -> None:
-        """Copies `pieces` runs of rows of a [rows, D] reference into a slot."""
+        """Copies `pieces` runs of rows of a [rows, D] reference into a slot that all warps have read."""
         size = self.problem.block_size
         for chunk in range(self.problem.chunks):
             for piece, row in enumerate(rows):
@@ -179,44 +189,62 @@ class Ring:
                 )
 
 
-def attend(
-    problem: Problem,
-    ring: Ring,
-    q: list[Any],
-    q_barrier: Any,
-    p_ref: Any,
-    ranges: tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
-    sources: tuple[tuple[Any, Any, Callable[[jax.Array], list[jax.Array]]], ...],
-    keeps: tuple[Callable[[jax.Array, jax.Array], jax.Array], ...],
-    dtype: Any,
-) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-    """Running softmax of a row tile over cached tiles, then over tree tiles.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """A run of key tiles that a split reads.
 
     Args:
-      ranges: (first, end) tile of the cached and of the tree part of this split.
-      sources: K reference, V reference and the rows of tile i, of each part.
-      keeps: from (tile, columns) to the mask of the tile, of each part.
+      first, end: tiles.
+      k, v: [rows, D] references.
+      rows: scalars of a tile: the first row of each of its pieces.
+      bounds: scalars of a tile that its mask needs. Both are read one step ahead, off the critical path.
+      prepare: row vectors that the masks need, read while the first copies are under way.
+      keep: mask of a tile from (tile, bounds, what `prepare` gave, columns).
     """
+
+    first: jax.Array
+    end: jax.Array
+    k: Any
+    v: Any
+    rows: Callable[[jax.Array], tuple[jax.Array, ...]]
+    bounds: Callable[[jax.Array], tuple[jax.Array, ...]]
+    prepare: Callable[[], Any]
+    keep: Callable[[jax.Array, tuple[jax.Array, ...], Any, jax.Array], jax.Array]
+
+    @property
+    def count(self) -> jax.Array:
+        """Tiles of the run."""
+        return jnp.maximum(self.end - self.first, 0)
+
+
+def attend(
+    problem: Problem, ring: Ring, q: list[Any], q_barrier: Any, p_ref: Any, parts: tuple[Part, Part], dtype: Any
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """Running softmax of a row tile over cached tiles, then over tree tiles: accumulators, maximum, sum."""
     stages, chunks = problem.stages, problem.chunks
-    counts = [jnp.maximum(end - first, 0) for first, end in ranges]
+    counts = [part.count for part in parts]
     total = counts[0] + counts[1]
 
-    def fetch(which: int, item: jax.Array, slot: jax.Array) -> None:
+    def fetch(which: int, item: jax.Array, rows: tuple[jax.Array, ...]) -> None:
+        """Item `item` of the split, whose rows are known if it is a cached tile."""
         target, barriers = (ring.k, ring.k_barriers) if which == 0 else (ring.v, ring.v_barriers)
+        slot = lax.rem(item, jnp.int32(stages))
+        if p_ref is None:
+            sync()
 
         @pl.when(item < counts[0])
         def _cached() -> None:
-            rows = sources[0][2](ranges[0][0] + item)
-            ring.fetch(sources[0][which], target, barriers, slot, rows)
+            ring.fetch((parts[0].k, parts[0].v)[which], target, barriers, slot, rows)
 
         @pl.when((item >= counts[0]) & (item < total))
         def _tree() -> None:
-            rows = sources[1][2](ranges[1][0] + item - counts[0])
-            ring.fetch(sources[1][which], target, barriers, slot, rows)
+            tree_rows = parts[1].rows(parts[1].first + item - counts[0])
+            ring.fetch((parts[1].k, parts[1].v)[which], target, barriers, slot, tree_rows)
 
+    ahead = [parts[0].rows(parts[0].first + stage) for stage in range(stages + 1)]
     for stage in range(stages):
         for which in (0, 1):
-            fetch(which, jnp.int32(stage), jnp.int32(stage))
+            fetch(which, jnp.int32(stage), ahead[stage])
 
     columns = plgpu.broadcasted_iota(I32, (ROWS, ROWS), 1, layout=WGMMA)
     start = (
@@ -224,48 +252,55 @@ def attend(
         splat((ROWS,), START, F32, PER_ROW),
         splat((ROWS,), 0.0, F32, PER_ROW),
     )
+    bounds = parts[0].bounds(parts[0].first)
+    ready = {id(part): part.prepare() for part in parts}
     plgpu.barrier_wait(q_barrier)
 
-    def part(which: int, carry: Any) -> Any:
-        offset = counts[0] if which else jnp.int32(0)
+    def step(part: Part, item: jax.Array, tile: jax.Array, rows: Any, bounds: Any, state: Any) -> Any:
+        acc, top, norm = state
+        slot = lax.rem(item, jnp.int32(stages))
+        plgpu.barrier_wait(ring.k_barriers.at[slot])
 
-        def step(i: jax.Array, carry: Any) -> Any:
-            acc, top, norm = carry
-            item = i + offset
-            slot = lax.rem(item, jnp.int32(stages))
-            plgpu.barrier_wait(ring.k_barriers.at[slot])
+        def scores(acc_ref: Any) -> jax.Array:
+            for chunk in range(chunks):
+                plgpu.wgmma(acc_ref, q[chunk], ring.k[chunk][0].at[slot].transpose((1, 0)))
+            return acc_ref[...]
 
-            def scores(acc_ref: Any) -> jax.Array:
-                for chunk in range(chunks):
-                    plgpu.wgmma(acc_ref, q[chunk], ring.k[chunk][0].at[slot].transpose((1, 0)))
-                return acc_ref[...]
+        s = pl.run_scoped(scores, plgpu.ACC((ROWS, ROWS), F32)) * (problem.scale * LOG2E)
+        fetch(0, item + stages, rows)
+        s = jnp.where(part.keep(tile, bounds, ready[id(part)], columns), s, MASKED)
+        new_top = jnp.maximum(top, s.max(axis=1))
+        shrink = jnp.exp2(top - new_top)
+        p = jnp.exp2(s - along_rows(new_top))
+        norm = norm * shrink + p.sum(axis=1)
+        p = p.astype(dtype)
+        if p_ref is not None:
+            p_ref[...] = p
+            plgpu.commit_smem()
+        plgpu.barrier_wait(ring.v_barriers.at[slot])
 
-            s = pl.run_scoped(scores, plgpu.ACC((ROWS, ROWS), F32)) * (problem.scale * LOG2E)
-            fetch(0, item + stages, slot)
-            s = jnp.where(keeps[which](ranges[which][0] + i, columns), s, MASKED)
-            new_top = jnp.maximum(top, s.max(axis=1))
-            shrink = jnp.exp2(top - new_top)
-            p = jnp.exp2(s - along_rows(new_top))
-            norm = norm * shrink + p.sum(axis=1)
-            p = p.astype(dtype)
-            if p_ref is not None:
-                p_ref[...] = p
-                plgpu.commit_smem()
-            plgpu.barrier_wait(ring.v_barriers.at[slot])
+        def values(*acc_refs: Any) -> tuple[jax.Array, ...]:
+            for chunk, acc_ref in enumerate(acc_refs):
+                plgpu.wgmma(acc_ref, p if p_ref is None else p_ref, ring.v[chunk][0].at[slot])
+            return tuple(acc_ref[...] for acc_ref in acc_refs)
 
-            def values(*acc_refs: Any) -> tuple[jax.Array, ...]:
-                for chunk, acc_ref in enumerate(acc_refs):
-                    plgpu.wgmma(acc_ref, p if p_ref is None else p_ref, ring.v[chunk][0].at[slot])
-                return tuple(acc_ref[...] for acc_ref in acc_refs)
+        gained = pl.run_scoped(values, *[plgpu.ACC((ROWS, ROWS), F32)] * chunks)
+        fetch(1, item + stages, rows)
+        acc = tuple(a * along_rows(shrink) + new for a, new in zip(acc, gained, strict=True))
+        return acc, new_top, norm
 
-            gained = pl.run_scoped(values, *[plgpu.ACC((ROWS, ROWS), F32)] * chunks)
-            fetch(1, item + stages, slot)
-            acc = tuple(a * along_rows(shrink) + new for a, new in zip(acc, gained, strict=True))
-            return acc, new_top, norm
+    def cached_step(i: jax.Array, carry: Any) -> Any:
+        state, rows, bounds = carry
+        tile = parts[0].first + i
+        next_rows, next_bounds = parts[0].rows(tile + stages + 1), parts[0].bounds(tile + 1)
+        return step(parts[0], i, tile, rows, bounds, state), next_rows, next_bounds
 
-        return lax.fori_loop(0, counts[which], step, carry)
+    def tree_step(i: jax.Array, state: Any) -> Any:
+        tile = parts[1].first + i
+        return step(parts[1], counts[0] + i, tile, ahead[0], parts[1].bounds(tile), state)
 
-    acc, top, norm = part(1, part(0, start))
+    state, _, _ = lax.fori_loop(0, counts[0], cached_step, (start, ahead[stages], bounds))
+    acc, top, norm = lax.fori_loop(0, counts[1], tree_step, state)
     return list(acc), top, norm
 
 
@@ -273,14 +308,44 @@ def _share(total: jax.Array, split: jax.Array, splits: int) -> tuple[jax.Array, 
     return lax.div(total * split, jnp.int32(splits)), lax.div(total * (split + 1), jnp.int32(splits))
 
 
-def _parts(
-    first: jax.Array, end: jax.Array, border: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """A range of tiles, cut into its cached and its tree part."""
+def _two_parts(
+    span: tuple[jax.Array, jax.Array, jax.Array], cached: tuple[Any, ...], tree: tuple[Any, ...]
+) -> tuple[Part, Part]:
+    """The cached and the tree part of a range (first, end, border) of tiles."""
+    first, end, border = span
+    names = ("k", "v", "rows", "bounds", "prepare", "keep")
     return (
-        (jnp.minimum(first, border), jnp.minimum(end, border)),
-        (jnp.maximum(first - border, 0), jnp.maximum(end - border, 0)),
+        Part(
+            first=jnp.minimum(first, border),
+            end=jnp.minimum(end, border),
+            **dict(zip(names, cached, strict=True)),
+        ),
+        Part(
+            first=jnp.maximum(first - border, 0),
+            end=jnp.maximum(end - border, 0),
+            **dict(zip(names, tree, strict=True)),
+        ),
     )
+
+
+def _nothing(*_: Any) -> tuple[()]:
+    return ()
+
+
+def _load_rows(ref: Any, *at: Any) -> jax.Array:
+    """A vector over the rows of a tile, from global memory."""
+    return plgpu.load(ref.at[at], layout=PER_ROW, optimized=False)
+
+
+def _tile_rows(problem: Problem, base: Any = 0) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
+    """Rows of consecutive key tiles."""
+    size = problem.block_size
+    return lambda i: tuple((i + base) * ROWS + piece * size for piece in range(problem.pieces))
+
+
+def _keep_words(tile: jax.Array, _: Any, words: list[jax.Array], columns: jax.Array) -> jax.Array:
+    """Mask of a tree tile from the words of its rows."""
+    return _bits(_pick(words, tile, 0), _pick(words, tile, 1), columns)
 
 
 def _bits(low: jax.Array, high: jax.Array, columns: jax.Array) -> jax.Array:
@@ -335,37 +400,36 @@ class Inputs:
     completed: Any = None
 
 
-def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split: Any) -> tuple[Any, ...]:
-    """Ranges, sources and masks of the selected branch of one selected tile."""
+def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split: Any) -> tuple[Part, Part]:
+    """What a split of the selected branch of one selected tile reads."""
     rows, size, pieces = problem.rows, problem.block_size, problem.pieces
     first_node = tile * rows.per_tile
-    part = lax.div(first_node, jnp.int32(rows.group))
-    in_group = lax.rem(first_node, jnp.int32(rows.group))
-    blocks, owners = refs.blocks.at[b, k, part], refs.owners.at[b, k, part]
+    group = lax.div(first_node, jnp.int32(rows.group))
+    blocks, owners = refs.blocks.at[b, k, group], refs.owners.at[b, k, group]
     length = refs.length[b]
     count = _count(blocks, problem.union)
     cached = lax.div(count + pieces - 1, jnp.int32(pieces))
     first, end = _share(cached + problem.tree_tiles, split, problem.splits[0])
-    ranges = _parts(first, end, cached)
     row = plgpu.broadcasted_iota(I32, (ROWS,), 0, layout=PER_ROW)
-    node = lax.div(row, jnp.int32(rows.heads)) + in_group
+    node = lax.div(row, jnp.int32(rows.heads)) + lax.rem(first_node, jnp.int32(rows.group))
 
-    def block_rows(i: jax.Array) -> list[jax.Array]:
+    def entries(i: jax.Array) -> list[jax.Array]:
+        return [jnp.minimum(i * pieces + piece, problem.union - 1) for piece in range(pieces)]
+
+    def block_rows(i: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(jnp.maximum(blocks[at], 0) * size for at in entries(i))
+
+    def bounds(i: jax.Array) -> tuple[jax.Array, ...]:
         found = []
-        for piece in range(pieces):
-            block = blocks[jnp.minimum(i * pieces + piece, problem.union - 1)]
-            found.append(jnp.maximum(block, 0) * size)
-        return found
+        for piece, at in enumerate(entries(i)):
+            found.append(jnp.where(i * pieces + piece < count, owners[at], 0))
+            found.append(jnp.clip(length - blocks[at] * size, 0, size) + piece * size)
+        return tuple(found)
 
-    def tree_rows(i: jax.Array) -> list[jax.Array]:
-        return [i * ROWS + piece * size for piece in range(pieces)]
-
-    def keep_cached(i: jax.Array, columns: jax.Array) -> jax.Array:
+    def keep_cached(i: jax.Array, bounds: tuple[jax.Array, ...], _: Any, columns: jax.Array) -> jax.Array:
         keep = None
         for piece in range(pieces):
-            at = jnp.minimum(i * pieces + piece, problem.union - 1)
-            bits = jnp.where(i * pieces + piece < count, owners[at], 0)
-            readable = jnp.clip(length - blocks[at] * size, 0, size) + piece * size
+            bits, readable = bounds[2 * piece : 2 * piece + 2]
             end = jnp.where(((bits >> node) & 1) == 1, readable, 0)
             mask = columns < along_rows(end)
             if piece:
@@ -373,95 +437,90 @@ def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split: 
             keep = mask if keep is None else keep | mask
         return keep
 
-    words = [plgpu.load(refs.path.at[b, tile, word], layout=PER_ROW, optimized=False) for word in range(problem.tree_tiles * WORDS)]
-    # A node reads the tree keys of its path whose block it selected. Only the visit list's tail reaches the tree.
-    border = lax.div(length, jnp.int32(size))
-    depth = refs.block_columns.shape[1]
+    def prepare_tree() -> list[jax.Array]:
+        """Tree keys on a node's path whose block it selected. Only the visit list's tail reaches the tree."""
+        count_words = problem.tree_tiles * WORDS
+        words = [_load_rows(refs.path, b, tile, word) for word in range(count_words)]
+        border = lax.div(length, jnp.int32(size))
+        depth = refs.block_columns.shape[1]
 
-    def more(carry: Any) -> jax.Array:
-        at = carry[0]
-        return (at >= 0) & (blocks[jnp.maximum(at, 0)] >= border)
+        def more(carry: Any) -> jax.Array:
+            at = carry[0]
+            return (at >= 0) & (end > cached) & (blocks[jnp.maximum(at, 0)] >= border)
 
-    def add(carry: Any) -> Any:
-        at, reach = carry
-        step = jnp.clip(blocks[at] - border, 0, depth - 1)
-        owned = ((owners[at] >> node) & 1) == 1
-        columns = [refs.block_columns[b, step, word] for word in range(len(words))]
-        return at - 1, tuple(had | jnp.where(owned, word, 0) for had, word in zip(reach, columns, strict=True))
+        def add(carry: Any) -> Any:
+            at, reach = carry
+            step = jnp.clip(blocks[at] - border, 0, depth - 1)
+            owned = ((owners[at] >> node) & 1) == 1
+            columns = [refs.block_columns[b, step, word] for word in range(count_words)]
+            return at - 1, tuple(
+                had | jnp.where(owned, word, 0) for had, word in zip(reach, columns, strict=True)
+            )
 
-    nothing = tuple(splat((ROWS,), 0, I32, PER_ROW) for _ in words)
-    _, reach = lax.while_loop(more, add, (count - 1, nothing))
-    words = [word & allowed for word, allowed in zip(words, reach, strict=True)]
+        none = tuple(splat((ROWS,), 0, I32, PER_ROW) for _ in words)
+        _, reach = lax.while_loop(more, add, (count - 1, none))
+        return [word & allowed for word, allowed in zip(words, reach, strict=True)]
 
-    def keep_tree(i: jax.Array, columns: jax.Array) -> jax.Array:
-        return _bits(_pick(words, i, 0), _pick(words, i, 1), columns)
-
-    return (
-        ranges,
-        (
-            (refs.k.at[b, k], refs.v.at[b, k], block_rows),
-            (refs.tree_k.at[b, k], refs.tree_v.at[b, k], tree_rows),
-        ),
-        (keep_cached, keep_tree),
+    return _two_parts(
+        (first, end, cached),
+        (refs.k.at[b, k], refs.v.at[b, k], block_rows, bounds, _nothing, keep_cached),
+        (refs.tree_k.at[b, k], refs.tree_v.at[b, k], _tile_rows(problem), _nothing, prepare_tree, _keep_words),
     )
 
 
-def _window(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split: Any) -> tuple[Any, ...]:
-    """Ranges, sources and masks of the window branch of one dense tile."""
+def _window(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split: Any) -> tuple[Part, Part]:
+    """What a split of the window branch of one dense tile reads."""
     length = refs.length[b]
     base = lax.div(jnp.maximum(length - problem.window + 1, 0), jnp.int32(ROWS))
     cached = lax.div(length + ROWS - 1, jnp.int32(ROWS)) - base
     first, end = _share(cached + problem.tree_tiles, split, problem.splits[1])
-    below = plgpu.load(refs.window_below.at[b, tile], layout=PER_ROW, optimized=False)
-    words = [plgpu.load(refs.near_path.at[b, tile, word], layout=PER_ROW, optimized=False) for word in range(problem.tree_tiles * WORDS)]
 
-    def tile_rows(i: jax.Array) -> list[jax.Array]:
-        return [i * ROWS + piece * problem.block_size for piece in range(problem.pieces)]
-
-    def keep_cached(i: jax.Array, columns: jax.Array) -> jax.Array:
+    def keep_cached(i: jax.Array, _: Any, below: jax.Array, columns: jax.Array) -> jax.Array:
         row = (i + base) * ROWS
         return (columns < length - row) & (columns > along_rows(below - row))
 
-    def keep_tree(i: jax.Array, columns: jax.Array) -> jax.Array:
-        return _bits(_pick(words, i, 0), _pick(words, i, 1), columns)
+    def prepare_tree() -> list[jax.Array]:
+        return [_load_rows(refs.near_path, b, tile, word) for word in range(problem.tree_tiles * WORDS)]
 
-    return (
-        _parts(first, end, cached),
-        (
-            (refs.k.at[b, k], refs.v.at[b, k], lambda i: tile_rows(i + base)),
-            (refs.tree_k.at[b, k], refs.tree_v.at[b, k], tile_rows),
-        ),
-        (keep_cached, keep_tree),
+    def prepare_cached() -> jax.Array:
+        return _load_rows(refs.window_below, b, tile)
+
+    return _two_parts(
+        (first, end, cached),
+        (refs.k.at[b, k], refs.v.at[b, k], _tile_rows(problem, base), _nothing, prepare_cached, keep_cached),
+        (refs.tree_k.at[b, k], refs.tree_v.at[b, k], _tile_rows(problem), _nothing, prepare_tree, _keep_words),
     )
 
 
-def _compressed(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split: Any) -> tuple[Any, ...]:
-    """Ranges, sources and masks of the compressed branch of one dense tile."""
+def _compressed(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split: Any) -> tuple[Part, Part]:
+    """What a split of the compressed branch of one dense tile reads."""
     length = refs.length[b]
     entries = lax.div(length - problem.kernel_size, jnp.int32(problem.stride)) + 1
     entries = jnp.where(length < problem.kernel_size, 0, entries)
     cached = lax.div(entries + ROWS - 1, jnp.int32(ROWS))
     fresh = -(-problem.slots // ROWS)
     first, end = _share(cached + fresh, split, problem.splits[2])
-    words = [plgpu.load(refs.completed.at[b, tile, word], layout=PER_ROW, optimized=False) for word in range(fresh * WORDS)]
-    of_cache = (refs.k_cmp.at[b, k], refs.v_cmp.at[b, k])
-    of_tree = (refs.tree_k_cmp.at[b, k], refs.tree_v_cmp.at[b, k]) if fresh else of_cache
 
-    def tile_rows(i: jax.Array) -> list[jax.Array]:
-        return [i * ROWS + piece * problem.block_size for piece in range(problem.pieces)]
+    def prepare_tree() -> list[jax.Array]:
+        return [_load_rows(refs.completed, b, tile, word) for word in range(fresh * WORDS)]
 
-    def keep_cached(i: jax.Array, columns: jax.Array) -> jax.Array:
-        return columns < entries - i * ROWS
+    def keep_cached(i: jax.Array, *args: Any) -> jax.Array:
+        return args[-1] < entries - i * ROWS
 
-    def keep_tree(i: jax.Array, columns: jax.Array) -> jax.Array:
-        if not fresh:
-            return columns < 0
-        return _bits(_pick(words, i, 0), _pick(words, i, 1), columns)
-
-    return (
-        _parts(first, end, cached),
-        ((*of_cache, tile_rows), (*of_tree, tile_rows)),
-        (keep_cached, keep_tree),
+    of_cache = (refs.k_cmp.at[b, k], refs.v_cmp.at[b, k], _tile_rows(problem), _nothing)
+    if not fresh:
+        return _two_parts((first, end, cached), *[(*of_cache, _nothing, keep_cached)] * 2)
+    return _two_parts(
+        (first, end, cached),
+        (*of_cache, _nothing, keep_cached),
+        (
+            refs.tree_k_cmp.at[b, k],
+            refs.tree_v_cmp.at[b, k],
+            _tile_rows(problem),
+            _nothing,
+            prepare_tree,
+            _keep_words,
+        ),
     )
 
 

@@ -25,6 +25,7 @@ from .mosaic_attend import (
     attend,
     reset,
     splat,
+    sync,
 )
 from .mosaic_rows import ROWS, gate_rows, pass_masks, row_tiles
 from .schedule import MergedSchedule
@@ -107,6 +108,8 @@ def _write(
     rows = problem.rows
     count, first = rows.per_tile, tile * rows.per_tile
     for start in range(0, len(total), len(out)):
+        if not interpret:
+            sync()  # the copies out of the buffer were awaited by the thread that issued them
         batch = list(enumerate(total))[start : start + len(out)]
         for (_, value), (tiled, _) in zip(batch, out, strict=False):
             tiled[...] = value
@@ -188,18 +191,9 @@ def launch(
         count = rows.per_dense if branch else rows.per_tile
         barrier = named["q_barriers"][1 if branch else 0]
         _copy_q(problem, refs, named["q"], barrier, (b, k, tile * count), count, interpret is not None)
-        ranges, sources, keeps = BRANCHES[branch](problem, refs, b, k, tile, split)
-        acc, top, norm = attend(
-            problem,
-            named["ring"],
-            [tiled for tiled, _ in named["q"]],
-            barrier,
-            named.get("p"),
-            ranges,
-            sources,
-            keeps,
-            dtype,
-        )
+        parts = BRANCHES[branch](problem, refs, b, k, tile, split)
+        q = [tiled for tiled, _ in named["q"]]
+        acc, top, norm = attend(problem, named["ring"], q, barrier, named.get("p"), parts, dtype)
         head = b * problem.kv_heads + k
         first = (problem.first_partial(branch) + head * problem.jobs[branch] + j) * ROWS
         for chunk, value in enumerate(acc):
