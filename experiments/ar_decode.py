@@ -75,7 +75,13 @@ def random_cache(cache: Cache, length: int) -> Cache:
 
 
 def step_times(
-    config: LlamaConfig, params: dict[str, jax.Array], context: int, dtype: Any, rounds: int, repeats: int, name: str | None
+    config: LlamaConfig,
+    params: dict[str, jax.Array],
+    context: int,
+    dtype: Any,
+    rounds: int,
+    repeats: int,
+    name: str | None,
 ) -> dict[str, Any]:
     """Milliseconds per token at a context: `rounds` rounds a call, no host between them."""
     wanted = param_shapes(config)
@@ -151,9 +157,7 @@ def measure_smollm2(repeats: int, max_new_tokens: int, model: str) -> dict[str, 
                 harness.say(f"SmolLM2 left out: {error}")
                 return None
             prompt = engine.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
-            runs = [
-                engine.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True) for _ in range(repeats + 1)
-            ]
+            runs = [engine.generate(prompt, max_new_tokens=max_new_tokens, ignore_eos=True) for _ in range(repeats + 1)]
             answer = engine.generate(prompt, max_new_tokens=64)
             rows.append(
                 {

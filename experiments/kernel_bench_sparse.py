@@ -257,7 +257,12 @@ def oracle(case: Case) -> Any:
     """The portable implementation in float32."""
 
     def run(
-        q: jax.Array, cached: CachedKV, tree: TreeKV, queries: TreeQueries, selection: Selection, gates: jax.Array
+        q: jax.Array,
+        cached: CachedKV,
+        tree: TreeKV,
+        queries: TreeQueries,
+        selection: Selection,
+        gates: jax.Array,
     ) -> jax.Array:
         q, cached, tree = jax.tree.map(
             lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, (q, cached, tree)
@@ -304,7 +309,12 @@ def check(case: Case, config: Any) -> dict[str, Any]:
         want = jax.jit(oracle(case))(work.q, clean, work.tree, work.queries, selection, work.gates)
     want = np.asarray(want, np.float64)
     error = float(np.linalg.norm(first - want) / np.linalg.norm(want))
-    return {"case": dataclasses.asdict(case), "config": dataclasses.asdict(config), "error": error, "repeats": same}
+    return {
+        "case": dataclasses.asdict(case),
+        "config": dataclasses.asdict(config),
+        "error": error,
+        "repeats": same,
+    }
 
 
 def bench(case: Case, config: Any, rate: float) -> dict[str, Any]:
@@ -312,7 +322,9 @@ def bench(case: Case, config: Any, rate: float) -> dict[str, Any]:
     work = workload(case)
     inner = jax.jit(call(case, config))
 
-    def chain(q: jax.Array, caches: list[CachedKV], tree: Any, queries: Any, schedules: Any, gates: Any) -> Any:
+    def chain(
+        q: jax.Array, caches: list[CachedKV], tree: Any, queries: Any, schedules: Any, gates: Any
+    ) -> Any:
         for index, schedule in enumerate(schedules):
             out = inner(q, caches[index % len(caches)], tree, queries, schedule, gates)
             q = out.astype(q.dtype)
@@ -369,7 +381,12 @@ def main() -> None:
     config_type = module("sparse_verify.tiles").TileConfig
     checks, benches = suite(options.suite)
     device = jax.devices()[0]
-    results: dict[str, Any] = {"device": device.device_kind, "jax": jax.__version__, "checks": [], "benches": []}
+    results: dict[str, Any] = {
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "checks": [],
+        "benches": [],
+    }
     rate = read_rate()
     results["read_rate_gb_s"] = rate / 1e9
     print(f"read rate {rate / 1e9:.0f} GB/s", flush=True)

@@ -151,6 +151,23 @@ def _layer_layout(config: Eagle3Config, prefix: str, *, first: bool) -> dict[str
     return layout
 
 
+def _read_config(
+    where: Path, target: LlamaConfig, tap_convention: TapConvention | None
+) -> tuple[Eagle3Config, _Renamed]:
+    if not where.is_dir():
+        raise CheckpointError(f"{where}: no such directory; give the one that holds the head and its config.json")
+    fields = read_json_object(where / "config.json")
+    source = _Renamed(_open(where), where)
+    return parse_eagle3_config(where / "config.json", fields, source.shapes, target, tap_convention), source
+
+
+def read_eagle3_config(
+    directory: str | os.PathLike[str], target: LlamaConfig, *, tap_convention: TapConvention | None = None
+) -> Eagle3Config:
+    """What `load_eagle3` would read, checked against the target, without the weights. Errors as `load_eagle3`."""
+    return _read_config(Path(directory), target, tap_convention)[0]
+
+
 def load_eagle3(
     directory: str | os.PathLike[str],
     target: LlamaConfig,
@@ -174,14 +191,10 @@ def load_eagle3(
     """
     where = Path(directory)
     wanted = None if dtype is None else _float_dtype(dtype)
-    if not where.is_dir():
-        raise CheckpointError(f"{where}: no such directory; give the one that holds the head and its config.json")
-    fields = read_json_object(where / "config.json")
-    source = _Renamed(_open(where), where)
-    config = parse_eagle3_config(where / "config.json", fields, source.shapes, target, tap_convention)
+    config, source = _read_config(where, target, tap_convention)
     layout = eagle3_layout(config)
     maps = {name for name in (_OFFSETS, _MEMBERS) if name in source.shapes}
-    _check_tensors(where, layout, source, maps)
+    _check_tensors(where, layout, source.shapes, maps)
     target_ids = _read_target_ids(where, config, source)
     if not config.own_head and target_params is None:
         raise CheckpointError(

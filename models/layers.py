@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,26 @@ from jaxtyping import Array, Float, Int
 from .config import RopeConfig
 
 _INIT_STD = 0.02
+
+
+def random_values(shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: DTypeLike) -> dict[str, Array]:
+    """Initial parameters by flat name: unit norms, zero biases, average position weights, small normal matrices.
+
+    Drawn with NumPy: compiling a JAX generator for every shape would take longer than everything else.
+    """
+    rng = np.random.default_rng(seed)
+
+    def value(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        last = name.rsplit("/", 1)[-1]
+        if last == "scale":
+            return np.ones(shape, np.float32)
+        if last in ("bias", "b1", "b2"):
+            return np.zeros(shape, np.float32)
+        if last == "weight" and len(shape) == 2:
+            return np.full(shape, 1 / shape[1], np.float32)
+        return rng.standard_normal(shape, np.float32) * np.float32(_INIT_STD)
+
+    return {name: jnp.asarray(value(name, shape), dtype) for name, shape in shapes.items()}
 
 
 class Projection(nnx.Module):

@@ -18,7 +18,7 @@ from .attention import DenseAttention, LayerOptions, PassContext
 from .cache import Cache, LayerCache, LayerTree, geometry_of
 from .config import LlamaConfig
 from .layer_plan import LayerPlan
-from .layers import Projection, RMSNorm, SwiGLU, rope_angles
+from .layers import Projection, RMSNorm, SwiGLU, random_values, rope_angles
 from .nsa import NSAttention
 
 
@@ -200,7 +200,7 @@ def param_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def build(
-    config: LlamaConfig, params: Mapping[str, Array], dtype: DTypeLike = jnp.float32
+    config: LlamaConfig, params: Mapping[str, Array | np.ndarray], dtype: DTypeLike = jnp.float32
 ) -> tuple[nnx.GraphDef, nnx.State]:
     """The model's structure and state with the given parameters.
 
@@ -243,5 +243,4 @@ def fill_state(state: nnx.State, params: Mapping[str, Array | np.ndarray]) -> nn
 
 def random_params(config: LlamaConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> dict[str, Array]:
     """Freshly initialised parameters by flat name, for training and for synthetic benchmarks."""
-    make = jax.jit(lambda: nnx.split(Llama(config, dtype=dtype, rngs=nnx.Rngs(seed)), nnx.Param)[1])
-    return {flat_name(path): leaf[...] for path, leaf in nnx.to_flat_state(make())}
+    return random_values(param_shapes(config), seed, dtype)

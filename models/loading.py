@@ -146,6 +146,19 @@ def load(
     return Checkpoint(config, params, str(source), tuple(notes), _tokenizer_source(source))
 
 
+def read_model_config(
+    path: str | os.PathLike[str],
+    *,
+    nsa: NSAConfig | None | Literal["checkpoint"] = "checkpoint",
+    rope_theta: float | None = None,
+) -> LlamaConfig:
+    """The model that `load` would give, without reading its weights. Arguments and errors as `load`."""
+    source = Path(path)
+    kind = detect_format(source)
+    stored = read_config(source) if kind == "ssv-jax" else _open(source, kind).config
+    return _apply_overrides(stored, nsa, rope_theta, source, [])
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Opened:
     """A checkpoint of others, its configuration read and its tensors at hand."""

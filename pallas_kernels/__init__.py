@@ -4,7 +4,7 @@ from .block_select import block_select, compressed_attention
 from .dense_verify import dense_verify
 from .errors import ShapeError, UnsupportedKernelError
 from .layout import CachedKV, Completions, Geometry, TreeKV, TreeQueries, chain, completions
-from .nsa_fused import refresh_attention, reuse_attention
+from .nsa_fused import implementations, refresh_attention, reuse_attention
 from .sparse_verify import MergedSchedule, Overlap, Selection, merge, overlap, share, sparse_verify
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "completions",
     "compressed_attention",
     "dense_verify",
+    "implementations",
     "merge",
     "overlap",
     "refresh_attention",

@@ -12,15 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .drafting.build import build_drafter
+from .drafting.build import build_drafter, check_drafter
 from .drafting.protocol import Params
 from .errors import ContextLengthError, UsageError
 from .loop import Decoding, init_state
 from .models.config import NSA_PRESETS, LlamaConfig, NSAConfig
 from .models.layer_plan import LayerPlan
 from .models.llama import build
-from .models.loading import load
+from .models.loading import load, read_model_config
 from .models.sharding import make_mesh, param_sharding, state_sharding
+from .pallas_kernels import implementations
 from .pallas_kernels.dispatch import Implementation
 from .registry import resolve
 from .sampling import Sampling
@@ -174,6 +175,8 @@ class Engine:
         self.precision = self.strategy.precision
         self.notes, self.load_seconds = tuple(notes), load_seconds
         check_strategy(config, self.strategy, precision)
+        check_drafter(self.strategy, config, draft_model)
+        check_implementation(implementation)
         self._implementation = implementation
         self._progress = progress
         mesh = None
@@ -188,7 +191,7 @@ class Engine:
                 for name, array in params.items()
             }
         self._graphdef, target = build(config, params, self.dtype)
-        self._drafter, draft = build_drafter(self.strategy, config, draft_model, self.dtype)
+        self._drafter, draft = build_drafter(self.strategy, config, draft_model, self.dtype, params)
         self._params = Params(target=target, draft=draft)
         self.variants = Variants(mesh)
 
@@ -226,20 +229,26 @@ class Engine:
         dtype = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
         if dtype not in ("float32", "bfloat16"):
             raise UsageError(f"dtype must be float32 or bfloat16, got {dtype!r}")
+        check_implementation(options.get("implementation"))
         where = resolve(model)
         nsa: NSAConfig | None | Literal["checkpoint"] = "checkpoint"
         if attention == "dense":
             nsa = None
         elif nsa_config is not None:
             nsa = nsa_config
+        config = read_model_config(where.path, nsa=nsa)
+        if attention == "nsa" and config.nsa is None:
+            nsa = NSA_PRESETS["paper"]
+            config = read_model_config(where.path, nsa=nsa)
+        # Before minutes of loading.
+        strategy = options.get("strategy") or Strategy()
+        check_strategy(config, strategy, options.get("precision", PrecisionClass.LOSSLESS))
+        check_drafter(strategy, config, options.get("draft_model"))
 
         def loading(done: int, total: int) -> None:
             progress("load", done, total)
 
-        read = {"dtype": np.dtype(jnp.dtype(dtype)), "progress": loading}
-        checkpoint = load(where.path, nsa=nsa, **read)
-        if attention == "nsa" and checkpoint.config.nsa is None:
-            checkpoint = load(where.path, nsa=NSA_PRESETS["paper"], **read)
+        checkpoint = load(where.path, nsa=nsa, dtype=np.dtype(jnp.dtype(dtype)), progress=loading)
         source = checkpoint.tokenizer_source
         tokenizer = Tokenizer.from_path(source) if source else None
         return cls(
@@ -302,7 +311,9 @@ class Engine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UsageError("this model has no tokenizer: give token ids")
-            ids = self.tokenizer.encode(prompt)
+            if not prompt:
+                raise UsageError("the prompt is empty: give some text")
+            ids = self.tokenizer.encode(prompt, add_bos=self.tokenizer.adds_bos)
         else:
             ids = [int(token) for token in prompt]
         if not ids:
@@ -453,6 +464,18 @@ def check_strategy(config: LlamaConfig, strategy: Strategy, allowed: PrecisionCl
         strategy.check(allowed)
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def check_implementation(implementation: Implementation) -> None:
+    """Refuses implementations that no op has.
+
+    Raises:
+      UsageError: lists the known ones.
+    """
+    names = [implementation] if isinstance(implementation, str) else list(implementation or ())
+    unknown = [name for name in names if name not in implementations()]
+    if unknown:
+        raise UsageError(f"unknown implementation {', '.join(unknown)}; known: {', '.join(implementations())}")
 
 
 def prefill_sizes(tokens: int) -> list[int]:

@@ -96,6 +96,7 @@ def parser() -> argparse.ArgumentParser:
     spec = p.add_argument_group("speculation")
     spec.add_argument("--draft", choices=["none", "ngram", "eagle3"], default="none")
     spec.add_argument("--draft-model", metavar="DIR", help="an EAGLE-3 head")
+    spec.add_argument("--draft-window", type=int, metavar="N", help="tokens that the head attends to; default: all")
     spec.add_argument("--tree", type=_tree, metavar="depth=6,topk=8,nodes=32")
     spec.add_argument("--traversal", choices=["bfs", "dfs"], default="bfs", help="order of tree nodes in a pass")
     spec.add_argument("--group", type=int, default=1, metavar="N", help="nodes that share a block visit list")
@@ -217,6 +218,7 @@ def _load(args: argparse.Namespace, progress: _Progress) -> Engine:
             group=args.group,
             grouping=args.grouping,
             refresh_every=args.layer_plan,
+            draft_window=args.draft_window,
         )
         strategy.check(PrecisionClass(args.precision))
     except ValueError as error:

@@ -28,7 +28,6 @@ from .sampling import GREEDY, Sampling, sample
 from .state import EXHAUSTED, RUNNING, STOPPED, DecodeState, Emitted, RoundStats
 from .tree import DraftTree, flatten, queries_of
 
-
 # Sharing pays while groups agree (Sparse Speculative Verification leaves the rule open; this is ours).
 SHARING_OFF, SHARING_ON, OVERLAP_DECAY = 0.5, 0.6, 0.75
 

@@ -73,6 +73,7 @@ class Strategy:
       grouping: `exact` visits the union of the group's selections; `shared` gives all the group's nodes the
         first one's.
       refresh_every: layers 0, k, 2k, ... select blocks, the others inherit.
+      draft_window: tokens that the drafter's network attends to, None for all.
 
     Raises:
       ValueError: an unknown name or a value out of range.
@@ -84,6 +85,7 @@ class Strategy:
     group: int = 1
     grouping: Literal["exact", "shared"] = "exact"
     refresh_every: int = 1
+    draft_window: int | None = None
 
     def __post_init__(self) -> None:
         if self.draft not in DRAFTERS:
@@ -96,6 +98,8 @@ class Strategy:
             raise ValueError(f"group must be between 1 and 32, got {self.group}")
         if self.refresh_every < 1:
             raise ValueError(f"layer plan: refresh-every must be >= 1, got {self.refresh_every}")
+        if self.draft_window is not None and (self.draft != "eagle3" or self.draft_window < 1):
+            raise ValueError("a draft window needs the eagle3 drafter and a size >= 1: drop it, or choose eagle3")
         if self.draft == "none" and self.tree is not None:
             raise ValueError("a tree needs a drafter: choose ngram or eagle3, or leave the tree out")
         size = self.size

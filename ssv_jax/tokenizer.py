@@ -20,7 +20,7 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from .models.errors import CheckpointError
 from .models.gguf_io import GGUFFile
@@ -117,6 +117,11 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """Text of token ids; invalid UTF-8 becomes U+FFFD, ids beyond the vocabulary nothing."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether plain text of this model starts with the beginning-of-sequence token."""
+        return self.bos_id is not None and self._backend.encode("", add_special_tokens=True).ids[:1] == [self.bos_id]
 
     def token_id(self, token: str) -> int | None:
         """Id of a token given by its text, or None."""
@@ -371,6 +376,11 @@ def _from_gguf(cls: type[Tokenizer], file: GGUFFile) -> Tokenizer:
         found = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
         return found if isinstance(found, int) and 0 <= found < len(tokens) else None
 
+    bos = marker("bos")
+    if bos is not None and file.metadata.get("tokenizer.ggml.add_bos_token") is True:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
+        )
     ends = [i for i in map(marker, _END_MARKERS) if i is not None]
     turn_end = backend.token_to_id(_TURN_END)
     if turn_end is not None and kinds[turn_end] == _CONTROL:
@@ -380,7 +390,7 @@ def _from_gguf(cls: type[Tokenizer], file: GGUFFile) -> Tokenizer:
     template = file.metadata.get("tokenizer.chat_template")
     return cls(
         backend,
-        bos_id=marker("bos"),
+        bos_id=bos,
         eos_ids=tuple(dict.fromkeys(ends)),
         chat_template=template if isinstance(template, str) else None,
         special=special,

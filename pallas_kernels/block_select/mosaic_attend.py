@@ -26,8 +26,8 @@ MASKED = -1e30
 START = -1e20  # of the running maximum: above MASKED, so that a masked score gives exp2(...) = 0
 PANEL = 64  # columns of a swizzled panel: 128 bytes
 _TILED = (plgpu.TilingTransform((8, PANEL)), plgpu.SwizzleTransform(128))
-# A copy into a tiled buffer needs a row count that is a multiple of 8, and the number of entries is not. One panel of 64
-# columns lies in memory the same way without the tiling: copies go to such an alias.
+# A copy into a tiled buffer needs a row count that is a multiple of 8, and the number of entries is not. A panel of 64
+# columns lies in memory the same way without the tiling, so copies go to such an alias.
 _PLAIN = (plgpu.SwizzleTransform(128),)
 Carry = tuple[list[Array], Array, Array]  # accumulators of the panels, running maximum, running sum
 _ROW = plgpu.Layout.WGMMA.reduce(1)

@@ -156,7 +156,6 @@ def finish(
     batch, nodes, heads, group_heads, dim = shape
     quads = -(-nodes // QUAD)
     jobs = 1 if plan is None else 2
-    splits = partials.stats.shape[2]
     f32, i32 = jnp.float32, jnp.int32
     vector = min(4, dim // 32)
     rows3 = cube(32, vector)

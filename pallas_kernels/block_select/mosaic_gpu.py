@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from ..errors import UnsupportedKernelError
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries
 from . import tiles
-from .mosaic_attend import MASKED, ROWS, TREE_TILE, AttendConfig, attend
+from .mosaic_attend import MASKED, ROWS, TREE_TILE, AttendConfig, Partials, attend
 from .mosaic_choose import QUAD, SelectPlan, finish, merge
 
 SCORE_TOLERANCE = 2e-5  # relative; two bf16 parts leave 2**-17, float32 dots and exp2 the rest
@@ -56,9 +56,7 @@ def require_hopper() -> None:
         raise UnsupportedKernelError(f"needs an NVIDIA GPU, JAX runs on {device.platform}")
     capability = str(getattr(device, "compute_capability", "unknown"))
     if not capability.startswith("9."):
-        raise UnsupportedKernelError(
-            f"needs compute capability 9 (Hopper), {device.device_kind} has {capability}"
-        )
+        raise UnsupportedKernelError(f"needs compute capability 9 (Hopper), {device.device_kind} has {capability}")
 
 
 def _overlap(entry: Any, block: Any, geometry: Geometry, xp: Any) -> Any:
@@ -118,39 +116,82 @@ def _pad_axis(x: Array, axis: int, size: int) -> Array:
     return jnp.pad(x, [(0, size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)])
 
 
-def select_and_attend(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operands:
+    """A call, laid out for the kernels. Everything but `rows` and the keys and values is the same in every layer.
+
+    Args:
+      rows: query rows in tiles of 64: heads first, then nodes.
+      k, v, tree_k, tree_v: compressed entries, committed and completed (padded).
+      bias: which row sees which completed entry.
+      counts: committed and completed entries, first block that the latter can touch.
+      bins: overlaps of a tile of entries.
+      own: own block of each node.
+      weights: overlaps of completed entries.
+      per_tile_nodes: nodes in a row tile.
+      config: tile choices.
+      plan: of the selection.
+    """
+
+    rows: Float[Array, "X R 64 D"]
+    k: Float[Array, "X N D"]
+    v: Float[Array, "X N D"]
+    tree_k: Float[Array, "X M D"]
+    tree_v: Float[Array, "X M D"]
+    bias: Float[Array, "B R 64 M"]
+    counts: Int[Array, "B 4"]
+    bins: Float[Array, "Y tile"] | None
+    own: Int[Array, "B T4"]
+    weights: Float[Array, "B E M"] | None
+    per_tile_nodes: int
+    config: AttendConfig
+    plan: SelectPlan | None
+
+    def attend(self, *, scale: float, interpret: Any = None) -> Partials:
+        """The first launch."""
+        return attend(
+            self.rows,
+            self.k,
+            self.v,
+            self.tree_k,
+            self.tree_v,
+            self.bias,
+            self.counts,
+            self.bins,
+            scale=scale,
+            config=self.config,
+            score=self.plan is not None,
+            interpret=interpret,
+        )
+
+    def finish(
+        self, partials: Partials, shape: tuple[int, int, int, int, int], *, interpret: Any = None
+    ) -> tuple[Array, ...]:
+        """The second launch; `shape` is the queries'."""
+        return finish(
+            partials,
+            self.counts,
+            self.own,
+            self.weights,
+            shape=shape,
+            per_tile_nodes=self.per_tile_nodes,
+            plan=self.plan,
+            interpret=interpret,
+        )
+
+
+def lay_out(
     q: Float[Array, "B T K G D"],
     cached: CachedKV,
     tree: TreeKV,
     queries: TreeQueries,
     *,
     geometry: Geometry,
-    scale: float,
-    select: bool = True,
-    group: int = 0,
-    config: AttendConfig | None = None,
-    interpret: Any = None,
-) -> Selected:
-    """The compressed branch, and with `select` the selection; with a `group` also the merged schedule.
-
-    Does not look at the device: it can be lowered for CUDA, or interpreted, anywhere. Without `select`, `blocks` is
-    an empty array.
-
-    Args:
-      q: rotated queries, bfloat16 or float16.
-      cached: committed keys and values.
-      tree: the nodes' own keys and values, with the entries that they complete.
-      queries: where the nodes stand.
-      geometry: static sizes.
-      scale: multiplies q . k after the product.
-      select: whether to select blocks.
-      group: nodes that share a visit list, 0 for no merging.
-      config: tile choices, by default those of `tiles.choose`.
-      interpret: parameters of the interpreter, or None.
-
-    Raises:
-      UnsupportedKernelError: shape or dtype that the kernels do not cover.
-    """
+    select: bool,
+    group: int,
+    config: AttendConfig | None,
+) -> Operands:
+    """Prepares a call; see `select_and_attend`."""
     batch, nodes, heads, group_heads, dim = q.shape
     entries, completed = cached.k_cmp.shape[2], tree.k_cmp.shape[2]
     limit = ROWS // group_heads // QUAD * QUAD if group_heads <= MAX_HEADS else QUAD
@@ -166,15 +207,12 @@ def select_and_attend(
     rows = _pad_axis(rows, 2, ROWS)
     width = -(-completed // TREE_TILE) * TREE_TILE
     k, v = (_pad_axis(x.reshape(batch * heads, entries, dim), 1, config.tile) for x in (cached.k_cmp, cached.v_cmp))
-    tree_k, tree_v = (
-        _pad_axis(x.reshape(batch * heads, completed, dim), 1, width) for x in (tree.k_cmp, tree.v_cmp)
-    )
+    tree_k, tree_v = (_pad_axis(x.reshape(batch * heads, completed, dim), 1, width) for x in (tree.k_cmp, tree.v_cmp))
 
     node = tree.completions.node
     seen = jnp.take_along_axis(queries.ancestor, jnp.maximum(node, 0)[:, None], axis=2) & (node >= 0)[:, None]
-    bias = jnp.where(seen, 0.0, MASKED)
     bias = jnp.pad(
-        bias,
+        jnp.where(seen, 0.0, MASKED),
         ((0, 0), (0, row_tiles * per_tile_nodes - nodes), (0, width - completed)),
         constant_values=MASKED,
     ).reshape(batch, row_tiles, 1, per_tile_nodes, width)
@@ -209,19 +247,61 @@ def select_and_attend(
             spills=reach > 1,
             group=group if group in (1, 2, 4) else 0,
         )
-    partials = attend(
-        rows, k, v, tree_k, tree_v, bias, counts, bins, scale=scale, config=config, score=select, interpret=interpret
-    )
-    out, *rest = finish(
-        partials,
-        counts,
-        own,
-        weights,
-        shape=(batch, nodes, heads, group_heads, dim),
+    return Operands(
+        rows=rows,
+        k=k,
+        v=v,
+        tree_k=tree_k,
+        tree_v=tree_v,
+        bias=bias,
+        counts=counts,
+        bins=bins,
+        own=own,
+        weights=weights,
         per_tile_nodes=per_tile_nodes,
+        config=config,
         plan=plan,
-        interpret=interpret,
     )
+
+
+def select_and_attend(
+    q: Float[Array, "B T K G D"],
+    cached: CachedKV,
+    tree: TreeKV,
+    queries: TreeQueries,
+    *,
+    geometry: Geometry,
+    scale: float,
+    select: bool = True,
+    group: int = 0,
+    config: AttendConfig | None = None,
+    interpret: Any = None,
+) -> Selected:
+    """The compressed branch, and with `select` the selection; with a `group` also the merged schedule.
+
+    Does not look at the device: it can be lowered for CUDA, or interpreted, anywhere. Without `select`, `blocks` is
+    an empty array.
+
+    Args:
+      q: rotated queries, bfloat16 or float16.
+      cached: committed keys and values.
+      tree: the nodes' own keys and values, with the entries that they complete.
+      queries: where the nodes stand.
+      geometry: static sizes.
+      scale: multiplies q . k after the product.
+      select: whether to select blocks.
+      group: nodes that share a visit list, 0 for no merging.
+      config: tile choices, by default those of `tiles.choose`.
+      interpret: parameters of the interpreter, or None.
+
+    Raises:
+      UnsupportedKernelError: shape or dtype that the kernels do not cover.
+    """
+    batch, nodes, heads = q.shape[:3]
+    operands = lay_out(q, cached, tree, queries, geometry=geometry, select=select, group=group, config=config)
+    partials = operands.attend(scale=scale, interpret=interpret)
+    out, *rest = operands.finish(partials, q.shape, interpret=interpret)
+    plan = operands.plan
     if plan is None:
         return Selected(out=out, blocks=jnp.zeros((batch, heads, nodes, 0), jnp.int32), merged=None, owners=None)
     chosen = rest[0].reshape(batch, heads, nodes, plan.slots)

@@ -1,5 +1,5 @@
 """Refresh- and reuse-layer attention."""
 
-from .api import refresh_attention, reuse_attention
+from .api import implementations, refresh_attention, reuse_attention
 
-__all__ = ["refresh_attention", "reuse_attention"]
+__all__ = ["implementations", "refresh_attention", "reuse_attention"]

@@ -22,6 +22,11 @@ REUSE_IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )
 
 
+def implementations() -> tuple[str, ...]:
+    """Names that every attention op knows, fastest first."""
+    return tuple(REFRESH_IMPLEMENTATIONS)
+
+
 def refresh_attention(
     q: Float[Array, "B T K G D"],
     cached: CachedKV,

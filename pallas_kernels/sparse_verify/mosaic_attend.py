@@ -20,7 +20,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, memref
+from jaxlib.mlir.dialects import arith, llvm, memref
 
 from .mosaic_rows import ROWS, WORDS, RowTiles
 
@@ -120,22 +120,43 @@ def arrive(counter_ref: Any, flag_ref: Any) -> jax.Array:
         zero = mgpu.utils.c(0, ir.IndexType.get())
         mgpu.utils.warpgroup_barrier()
         with mgpu.utils.when(mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)):
-            llvm.inline_asm(None, [], "fence.acq_rel.gpu;", "", has_side_effects=True)
+            llvm.inline_asm(None, [], "fence.acq_rel.gpu;", "~{memory}", has_side_effects=True)
             before = llvm.inline_asm(
                 i32,
                 [mgpu.utils.memref_ptr(counter), mgpu.utils.c(1, i32)],
-                "atom.add.acq_rel.gpu.global.s32 $0, [$1], $2;",
-                "=r,l,r",
+                "atom.add.relaxed.gpu.global.s32 $0, [$1], $2;",
+                "=r,l,r,~{memory}",
                 has_side_effects=True,
             )
             memref.store(before, flag, [zero])
         mgpu.utils.warpgroup_barrier()
-        before = memref.load(flag, [zero])
-        llvm.inline_asm(None, [], "fence.acq_rel.gpu;", "~{memory}", has_side_effects=True)
-        mgpu.utils.warpgroup_barrier()
-        return mgpu.FragmentedArray.splat(before, (), is_signed=True)
+        return mgpu.FragmentedArray.splat(memref.load(flag, [zero]), (), is_signed=True)
 
     return add(counter_ref, flag_ref)
+
+
+def acquire() -> None:
+    """Makes the writes of blocks that arrived earlier visible to every thread of this one."""
+
+    @plgpu.inline_mgpu()
+    def fence(ctx: Any) -> None:
+        llvm.inline_asm(None, [], "fence.acq_rel.gpu;", "~{memory}", has_side_effects=True)
+
+    fence()
+
+
+def store_rows(ref: Any, value: jax.Array, rows: int) -> None:
+    """Stores the first rows of a tile, in steps of the 16 rows that a warp holds."""
+    warps = -(-rows // 16)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA))
+    def store(ctx: Any, target: Any, array: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        warp = arith.remui(mgpu.utils.warp_idx(sync=False), mgpu.utils.c(4, i32))
+        with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ult, warp, mgpu.utils.c(warps, i32))):
+            array.store_untiled(target, optimized=False)
+
+    store(ref, value)
 
 
 def reset(counter_ref: Any) -> None:
@@ -166,13 +187,23 @@ def sync() -> None:
     barrier()
 
 
+class Barriers:
+    """A run of an array of barriers: all of a kernel share one array, as each takes a kilobyte."""
+
+    def __init__(self, array: Any, first: int):
+        self.array, self.first = array, first
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.array.at[self.first + index]
+
+
 class Ring:
     """K and V tiles on their way through shared memory. Pieces of a head's columns are separate tiles.
 
     The copies fill plain 64-row tiles at any row; the products read the same bytes as (8, 64)-tiled operands.
     """
 
-    def __init__(self, problem: Problem, k: Any, v: Any, k_barriers: Any, v_barriers: Any):
+    def __init__(self, problem: Problem, k: Any, v: Any, k_barriers: Barriers, v_barriers: Barriers):
         self.problem = problem
         self.k, self.v = k, v
         self.k_barriers, self.v_barriers = k_barriers, v_barriers
@@ -185,16 +216,15 @@ class Ring:
                 plgpu.copy_gmem_to_smem(
                     source.at[pl.ds(row, size), pl.ds(64 * chunk, 64)],
                     target[chunk][1].at[slot, pl.ds(piece * size, size)],
-                    barrier.at[slot],
+                    barrier,
                 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Part:
-    """A run of key tiles that a split reads.
+    """A run of key tiles: those of the cache, or those of the tree.
 
     Args:
-      first, end: tiles.
       k, v: [rows, D] references.
       rows: scalars of a tile: the first row of each of its pieces.
       bounds: scalars of a tile that its mask needs. Both are read one step ahead, off the critical path.
@@ -202,8 +232,6 @@ class Part:
       keep: mask of a tile from (tile, bounds, what `prepare` gave, columns).
     """
 
-    first: jax.Array
-    end: jax.Array
     k: Any
     v: Any
     rows: Callable[[jax.Array], tuple[jax.Array, ...]]
@@ -211,40 +239,87 @@ class Part:
     prepare: Callable[[], Any]
     keep: Callable[[jax.Array, tuple[jax.Array, ...], Any, jax.Array], jax.Array]
 
-    @property
-    def count(self) -> jax.Array:
-        """Tiles of the run."""
-        return jnp.maximum(self.end - self.first, 0)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stream:
+    """The key tiles of a row tile in one branch: cached ones, then the tree's; split s takes s, s + splits, ...
+
+    Args:
+      cached, tree: the two runs.
+      count: number of cached tiles.
+      valid: whether a tile is a cached one, cheaper than `count`.
+      tree_tiles: number of tree tiles.
+    """
+
+    cached: Part
+    tree: Part
+    count: Callable[[], jax.Array]
+    valid: Callable[[jax.Array], jax.Array]
+    tree_tiles: int
 
 
 def attend(
-    problem: Problem, ring: Ring, q: list[Any], q_barrier: Any, p_ref: Any, parts: tuple[Part, Part], dtype: Any
+    problem: Problem,
+    ring: Ring,
+    q: list[Any],
+    q_barrier: Any,
+    p_ref: Any,
+    stream: Stream,
+    split: jax.Array,
+    splits: int,
+    dtype: Any,
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-    """Running softmax of a row tile over cached tiles, then over tree tiles: accumulators, maximum, sum."""
+    """Running softmax of a row tile over a split of a stream: accumulators, maximum, sum."""
     stages, chunks = problem.stages, problem.chunks
-    counts = [part.count for part in parts]
-    total = counts[0] + counts[1]
+    cached, tree = stream.cached, stream.tree
 
-    def fetch(which: int, item: jax.Array, rows: tuple[jax.Array, ...]) -> None:
-        """Item `item` of the split, whose rows are known if it is a cached tile."""
+    def tile_of(item: Any) -> jax.Array:
+        return split + item * splits
+
+    def copy(which: int, part: Part, slot: jax.Array, rows: tuple[jax.Array, ...]) -> None:
         target, barriers = (ring.k, ring.k_barriers) if which == 0 else (ring.v, ring.v_barriers)
+        ring.fetch((part.k, part.v)[which], target, barriers[slot], slot, rows)
+
+    def first_copies(item: jax.Array, _: Any) -> Any:
+        tile = tile_of(item)
+        rows = cached.rows(tile)
+
+        @pl.when(stream.valid(tile))
+        def _() -> None:
+            for which in (0, 1):
+                copy(which, cached, item, rows)
+
+        return _
+
+    lax.fori_loop(0, stages, first_copies, None)
+    count = stream.count()
+
+    def share(tiles: Any) -> jax.Array:
+        return lax.div(jnp.maximum(tiles - split, 0) + splits - 1, jnp.int32(splits))
+
+    ours, total = share(count), share(count + stream.tree_tiles)
+
+    def first_tree_copies(item: jax.Array, _: Any) -> Any:
+        for which in (0, 1):
+            copy(which, tree, item, tree.rows(tile_of(item) - count))
+        return _
+
+    lax.fori_loop(jnp.minimum(ours, stages), jnp.minimum(total, stages), first_tree_copies, None)
+
+    def fetch(which: int, item: jax.Array, rows: tuple[jax.Array, ...] | None) -> None:
+        """Refills the slot of item - stages, which all warps have read."""
         slot = lax.rem(item, jnp.int32(stages))
         if p_ref is None:
             sync()
+        if rows is not None:
 
-        @pl.when(item < counts[0])
-        def _cached() -> None:
-            ring.fetch((parts[0].k, parts[0].v)[which], target, barriers, slot, rows)
+            @pl.when(item < ours)
+            def _cached() -> None:
+                copy(which, cached, slot, rows)
 
-        @pl.when((item >= counts[0]) & (item < total))
+        @pl.when((item >= ours) & (item < total))
         def _tree() -> None:
-            tree_rows = parts[1].rows(parts[1].first + item - counts[0])
-            ring.fetch((parts[1].k, parts[1].v)[which], target, barriers, slot, tree_rows)
-
-    ahead = [parts[0].rows(parts[0].first + stage) for stage in range(stages + 1)]
-    for stage in range(stages):
-        for which in (0, 1):
-            fetch(which, jnp.int32(stage), ahead[stage])
+            copy(which, tree, slot, tree.rows(tile_of(item) - count))
 
     columns = plgpu.broadcasted_iota(I32, (ROWS, ROWS), 1, layout=WGMMA)
     start = (
@@ -252,14 +327,14 @@ def attend(
         splat((ROWS,), START, F32, PER_ROW),
         splat((ROWS,), 0.0, F32, PER_ROW),
     )
-    bounds = parts[0].bounds(parts[0].first)
-    ready = {id(part): part.prepare() for part in parts}
+    ahead = cached.rows(tile_of(stages)), cached.bounds(tile_of(0))
+    ready = cached.prepare(), tree.prepare()
     plgpu.barrier_wait(q_barrier)
 
-    def step(part: Part, item: jax.Array, tile: jax.Array, rows: Any, bounds: Any, state: Any) -> Any:
+    def step(item: jax.Array, keep: Callable[[jax.Array], jax.Array], rows: Any, state: Any) -> Any:
         acc, top, norm = state
         slot = lax.rem(item, jnp.int32(stages))
-        plgpu.barrier_wait(ring.k_barriers.at[slot])
+        plgpu.barrier_wait(ring.k_barriers[slot])
 
         def scores(acc_ref: Any) -> jax.Array:
             for chunk in range(chunks):
@@ -268,7 +343,7 @@ def attend(
 
         s = pl.run_scoped(scores, plgpu.ACC((ROWS, ROWS), F32)) * (problem.scale * LOG2E)
         fetch(0, item + stages, rows)
-        s = jnp.where(part.keep(tile, bounds, ready[id(part)], columns), s, MASKED)
+        s = jnp.where(keep(columns), s, MASKED)
         new_top = jnp.maximum(top, s.max(axis=1))
         shrink = jnp.exp2(top - new_top)
         p = jnp.exp2(s - along_rows(new_top))
@@ -277,7 +352,7 @@ def attend(
         if p_ref is not None:
             p_ref[...] = p
             plgpu.commit_smem()
-        plgpu.barrier_wait(ring.v_barriers.at[slot])
+        plgpu.barrier_wait(ring.v_barriers[slot])
 
         def values(*acc_refs: Any) -> tuple[jax.Array, ...]:
             for chunk, acc_ref in enumerate(acc_refs):
@@ -289,43 +364,19 @@ def attend(
         acc = tuple(a * along_rows(shrink) + new for a, new in zip(acc, gained, strict=True))
         return acc, new_top, norm
 
-    def cached_step(i: jax.Array, carry: Any) -> Any:
+    def cached_step(item: jax.Array, carry: Any) -> Any:
         state, rows, bounds = carry
-        tile = parts[0].first + i
-        next_rows, next_bounds = parts[0].rows(tile + stages + 1), parts[0].bounds(tile + 1)
-        return step(parts[0], i, tile, rows, bounds, state), next_rows, next_bounds
+        following = cached.rows(tile_of(item + stages + 1)), cached.bounds(tile_of(item + 1))
+        state = step(item, lambda c: cached.keep(tile_of(item), bounds, ready[0], c), rows, state)
+        return state, *following
 
-    def tree_step(i: jax.Array, state: Any) -> Any:
-        tile = parts[1].first + i
-        return step(parts[1], counts[0] + i, tile, ahead[0], parts[1].bounds(tile), state)
+    def tree_step(item: jax.Array, state: Any) -> Any:
+        tile = tile_of(item) - count
+        return step(item, lambda c: tree.keep(tile, tree.bounds(tile), ready[1], c), None, state)
 
-    state, _, _ = lax.fori_loop(0, counts[0], cached_step, (start, ahead[stages], bounds))
-    acc, top, norm = lax.fori_loop(0, counts[1], tree_step, state)
+    state, _, _ = lax.fori_loop(0, ours, cached_step, (start, *ahead))
+    acc, top, norm = lax.fori_loop(ours, total, tree_step, state)
     return list(acc), top, norm
-
-
-def _share(total: jax.Array, split: jax.Array, splits: int) -> tuple[jax.Array, jax.Array]:
-    return lax.div(total * split, jnp.int32(splits)), lax.div(total * (split + 1), jnp.int32(splits))
-
-
-def _two_parts(
-    span: tuple[jax.Array, jax.Array, jax.Array], cached: tuple[Any, ...], tree: tuple[Any, ...]
-) -> tuple[Part, Part]:
-    """The cached and the tree part of a range (first, end, border) of tiles."""
-    first, end, border = span
-    names = ("k", "v", "rows", "bounds", "prepare", "keep")
-    return (
-        Part(
-            first=jnp.minimum(first, border),
-            end=jnp.minimum(end, border),
-            **dict(zip(names, cached, strict=True)),
-        ),
-        Part(
-            first=jnp.maximum(first - border, 0),
-            end=jnp.maximum(end - border, 0),
-            **dict(zip(names, tree, strict=True)),
-        ),
-    )
 
 
 def _nothing(*_: Any) -> tuple[()]:
@@ -400,16 +451,13 @@ class Inputs:
     completed: Any = None
 
 
-def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split: Any) -> tuple[Part, Part]:
-    """What a split of the selected branch of one selected tile reads."""
+def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any) -> Stream:
+    """Key tiles of the selected branch of one selected tile."""
     rows, size, pieces = problem.rows, problem.block_size, problem.pieces
     first_node = tile * rows.per_tile
     group = lax.div(first_node, jnp.int32(rows.group))
     blocks, owners = refs.blocks.at[b, k, group], refs.owners.at[b, k, group]
     length = refs.length[b]
-    count = _count(blocks, problem.union)
-    cached = lax.div(count + pieces - 1, jnp.int32(pieces))
-    first, end = _share(cached + problem.tree_tiles, split, problem.splits[0])
     row = plgpu.broadcasted_iota(I32, (ROWS,), 0, layout=PER_ROW)
     node = lax.div(row, jnp.int32(rows.heads)) + lax.rem(first_node, jnp.int32(rows.group))
 
@@ -422,8 +470,8 @@ def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split: 
     def bounds(i: jax.Array) -> tuple[jax.Array, ...]:
         found = []
         for piece, at in enumerate(entries(i)):
-            found.append(jnp.where(i * pieces + piece < count, owners[at], 0))
-            found.append(jnp.clip(length - blocks[at] * size, 0, size) + piece * size)
+            bits = jnp.where(i * pieces + piece < problem.union, owners[at], 0)  # 0 in the padding of a list
+            found += [bits, jnp.clip(length - blocks[at] * size, 0, size) + piece * size]
         return tuple(found)
 
     def keep_cached(i: jax.Array, bounds: tuple[jax.Array, ...], _: Any, columns: jax.Array) -> jax.Array:
@@ -446,7 +494,7 @@ def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split: 
 
         def more(carry: Any) -> jax.Array:
             at = carry[0]
-            return (at >= 0) & (end > cached) & (blocks[jnp.maximum(at, 0)] >= border)
+            return (at >= 0) & (blocks[jnp.maximum(at, 0)] >= border)
 
         def add(carry: Any) -> Any:
             at, reach = carry
@@ -458,22 +506,30 @@ def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split: 
             )
 
         none = tuple(splat((ROWS,), 0, I32, PER_ROW) for _ in words)
-        _, reach = lax.while_loop(more, add, (count - 1, none))
+        _, reach = lax.while_loop(more, add, (_count(blocks, problem.union) - 1, none))
         return [word & allowed for word, allowed in zip(words, reach, strict=True)]
 
-    return _two_parts(
-        (first, end, cached),
-        (refs.k.at[b, k], refs.v.at[b, k], block_rows, bounds, _nothing, keep_cached),
-        (refs.tree_k.at[b, k], refs.tree_v.at[b, k], _tile_rows(problem), _nothing, prepare_tree, _keep_words),
+    return Stream(
+        cached=Part(refs.k.at[b, k], refs.v.at[b, k], block_rows, bounds, _nothing, keep_cached),
+        tree=Part(
+            refs.tree_k.at[b, k],
+            refs.tree_v.at[b, k],
+            _tile_rows(problem),
+            _nothing,
+            prepare_tree,
+            _keep_words,
+        ),
+        count=lambda: lax.div(_count(blocks, problem.union) + pieces - 1, jnp.int32(pieces)),
+        valid=lambda i: (i * pieces < problem.union) & (blocks[entries(i)[0]] >= 0),
+        tree_tiles=problem.tree_tiles,
     )
 
 
-def _window(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split: Any) -> tuple[Part, Part]:
-    """What a split of the window branch of one dense tile reads."""
+def _window(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any) -> Stream:
+    """Key tiles of the window branch of one dense tile."""
     length = refs.length[b]
     base = lax.div(jnp.maximum(length - problem.window + 1, 0), jnp.int32(ROWS))
     cached = lax.div(length + ROWS - 1, jnp.int32(ROWS)) - base
-    first, end = _share(cached + problem.tree_tiles, split, problem.splits[1])
 
     def keep_cached(i: jax.Array, _: Any, below: jax.Array, columns: jax.Array) -> jax.Array:
         row = (i + base) * ROWS
@@ -485,21 +541,31 @@ def _window(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split: An
     def prepare_cached() -> jax.Array:
         return _load_rows(refs.window_below, b, tile)
 
-    return _two_parts(
-        (first, end, cached),
-        (refs.k.at[b, k], refs.v.at[b, k], _tile_rows(problem, base), _nothing, prepare_cached, keep_cached),
-        (refs.tree_k.at[b, k], refs.tree_v.at[b, k], _tile_rows(problem), _nothing, prepare_tree, _keep_words),
+    return Stream(
+        cached=Part(
+            refs.k.at[b, k], refs.v.at[b, k], _tile_rows(problem, base), _nothing, prepare_cached, keep_cached
+        ),
+        tree=Part(
+            refs.tree_k.at[b, k],
+            refs.tree_v.at[b, k],
+            _tile_rows(problem),
+            _nothing,
+            prepare_tree,
+            _keep_words,
+        ),
+        count=lambda: cached,
+        valid=lambda i: i < cached,
+        tree_tiles=problem.tree_tiles,
     )
 
 
-def _compressed(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split: Any) -> tuple[Part, Part]:
-    """What a split of the compressed branch of one dense tile reads."""
+def _compressed(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any) -> Stream:
+    """Key tiles of the compressed branch of one dense tile."""
     length = refs.length[b]
     entries = lax.div(length - problem.kernel_size, jnp.int32(problem.stride)) + 1
     entries = jnp.where(length < problem.kernel_size, 0, entries)
     cached = lax.div(entries + ROWS - 1, jnp.int32(ROWS))
     fresh = -(-problem.slots // ROWS)
-    first, end = _share(cached + fresh, split, problem.splits[2])
 
     def prepare_tree() -> list[jax.Array]:
         return [_load_rows(refs.completed, b, tile, word) for word in range(fresh * WORDS)]
@@ -507,20 +573,25 @@ def _compressed(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, split
     def keep_cached(i: jax.Array, *args: Any) -> jax.Array:
         return args[-1] < entries - i * ROWS
 
-    of_cache = (refs.k_cmp.at[b, k], refs.v_cmp.at[b, k], _tile_rows(problem), _nothing)
-    if not fresh:
-        return _two_parts((first, end, cached), *[(*of_cache, _nothing, keep_cached)] * 2)
-    return _two_parts(
-        (first, end, cached),
-        (*of_cache, _nothing, keep_cached),
-        (
+    of_cache = Part(
+        refs.k_cmp.at[b, k], refs.v_cmp.at[b, k], _tile_rows(problem), _nothing, _nothing, keep_cached
+    )
+    of_tree = of_cache
+    if fresh:
+        of_tree = Part(
             refs.tree_k_cmp.at[b, k],
             refs.tree_v_cmp.at[b, k],
             _tile_rows(problem),
             _nothing,
             prepare_tree,
             _keep_words,
-        ),
+        )
+    return Stream(
+        cached=of_cache,
+        tree=of_tree,
+        count=lambda: cached,
+        valid=lambda i: i < cached,
+        tree_tiles=fresh,
     )
 
 

@@ -18,13 +18,16 @@ from .mosaic_attend import (
     F32,
     PER_ROW,
     WGMMA,
+    Barriers,
     Inputs,
     Problem,
     Ring,
+    acquire,
     arrive,
     attend,
     reset,
     splat,
+    store_rows,
     sync,
 )
 from .mosaic_rows import ROWS, gate_rows, pass_masks, row_tiles
@@ -38,7 +41,13 @@ OUT_COLUMNS = 32
 
 
 def _copy_q(
-    problem: Problem, refs: Inputs, q: list[Any], barrier: Any, at: tuple[Any, Any, Any], count: int, interpret: bool
+    problem: Problem,
+    refs: Inputs,
+    q: list[Any],
+    barrier: Any,
+    at: tuple[Any, Any, Any],
+    count: int,
+    interpret: bool,
 ) -> None:
     """Queries of `count` nodes: rows (node, head) of one KV head."""
     b, k, first = at
@@ -56,6 +65,10 @@ def _copy_q(
             plgpu.copy_gmem_to_smem(
                 refs.q.at[b, pl.ds(first, count), k, :, columns], q[chunk][1].at[pl.ds(0, count)], barrier
             )
+
+
+def _row_vector(stats_ref: Any, kind: int, start: Any) -> jax.Array:
+    return plgpu.load(stats_ref.at[kind, pl.ds(start, ROWS)], layout=PER_ROW, optimized=False)
 
 
 def _combine(
@@ -79,20 +92,32 @@ def _combine(
         inside = lax.rem(tile, jnp.int32(rows.dense_per_selected)) * (rows.per_tile * rows.heads)
         job = (head * rows.dense_tiles + dense if branch else head * rows.tiles + tile) * splits
         first = (problem.first_partial(branch) + job) * ROWS + (inside if branch else 0)
-        tops = [plgpu.load(stats_ref.at[0, pl.ds(first + s * ROWS, ROWS)], layout=PER_ROW, optimized=False) for s in range(splits)]
-        norms = [plgpu.load(stats_ref.at[1, pl.ds(first + s * ROWS, ROWS)], layout=PER_ROW, optimized=False) for s in range(splits)]
+        starts = [first + s * ROWS for s in range(splits)]
+        tops = [_row_vector(stats_ref, 0, start) for start in starts]
+        norms = [_row_vector(stats_ref, 1, start) for start in starts]
         top = functools.reduce(jnp.maximum, tops)
-        weights = [jnp.exp2(t - top) for t in tops]
-        norm = functools.reduce(lambda x, y: x + y, [w * n for w, n in zip(weights, norms, strict=True)])
+        norm = functools.reduce(
+            lambda x, y: x + y, [jnp.exp2(t - top) * n for t, n in zip(tops, norms, strict=True)]
+        )
         gate = plgpu.load(gates_ref.at[b, k, tile, branch], layout=PER_ROW, optimized=False)
         gate = jnp.where(norm > 0.0, gate / jnp.maximum(norm, 1e-30), 0.0)
-        for s in range(splits):
-            factor = lax.broadcast_in_dim(weights[s] * gate, (ROWS, OUT_COLUMNS), [0])
-            for piece in range(pieces):
-                columns = pl.ds(OUT_COLUMNS * piece, OUT_COLUMNS)
-                part = plgpu.load(partial_ref.at[pl.ds(first + s * ROWS, ROWS), columns], layout=WGMMA, optimized=False)
-                total[piece] = total[piece] + part * factor
-    _write(problem, at, total, out_ref, out, interpret)
+
+        def add(s: Any, total: Any, first: Any = first, top: Any = top, gate: Any = gate) -> Any:
+            start = first + s * ROWS
+            factor = jnp.exp2(_row_vector(stats_ref, 0, start) - top) * gate
+            factor = lax.broadcast_in_dim(factor, (ROWS, OUT_COLUMNS), [0])
+            parts = [
+                plgpu.load(
+                    partial_ref.at[pl.ds(start, ROWS), pl.ds(OUT_COLUMNS * piece, OUT_COLUMNS)],
+                    layout=WGMMA,
+                    optimized=False,
+                )
+                for piece in range(pieces)
+            ]
+            return tuple(t + part * factor for t, part in zip(total, parts, strict=True))
+
+        total = lax.fori_loop(0, splits, add, tuple(total))
+    _write(problem, at, list(total), out_ref, out, interpret)
 
 
 def _write(
@@ -141,35 +166,46 @@ def _scratch(problem: Problem, dtype: Any, interpret: bool) -> tuple[list[Any], 
         plain_out = plgpu.SMEM((nodes, rows.heads, OUT_COLUMNS), F32, transforms=PLAIN)
         q_types.append(plgpu.RefUnion(tiled_q, plain_q, tiled_out, plain_out))
     shape = (stages, ROWS, 64)
+    arrivals = chunks * problem.pieces
     if interpret:
         ring_types = [plgpu.SMEM(shape, dtype, transforms=TILED) for _ in range(2 * chunks)]
+        barriers = [plgpu.Barrier(num_arrivals=arrivals, num_barriers=2 * stages)]
+        barriers += [plgpu.Barrier(num_arrivals=chunks * n) for n in (rows.per_tile, rows.per_dense)]
+        last = [plgpu.SMEM((ROWS, ROWS), dtype, transforms=TILED)]
     else:
-        ring_types = [
-            plgpu.RefUnion(plgpu.SMEM(shape, dtype, transforms=TILED), plgpu.SMEM(shape, dtype, transforms=PLAIN))
-            for _ in range(2 * chunks)
-        ]
-    arrivals = chunks * problem.pieces
-    barriers = [plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages) for _ in range(2)]
-    last = plgpu.SMEM((ROWS, ROWS), dtype, transforms=TILED) if interpret else plgpu.SMEM((1,), jnp.int32)
+        views = (
+            plgpu.SMEM(shape, dtype, transforms=TILED),
+            plgpu.SMEM(shape, dtype, transforms=PLAIN),
+            plgpu.SMEM((1,), jnp.int32),  # for the arrival count, once the ring is idle
+        )
+        ring_types = [plgpu.RefUnion(*views) for _ in range(2 * chunks)]
+        barriers = [plgpu.Barrier(num_arrivals=arrivals, num_barriers=2 * stages + 1)]
+        if arrivals != chunks:
+            barriers.append(plgpu.Barrier(num_arrivals=chunks))
+        last = []
 
     def name(refs: Any) -> dict[str, Any]:
         refs = list(refs)
-        q = [(x := refs.pop(0), refs.pop(0)) if interpret else refs.pop(0) for _ in range(chunks)]
+        q = [(refs.pop(0), refs.pop(0)) if interpret else refs.pop(0) for _ in range(chunks)]
         ring = [refs.pop(0) for _ in range(2 * chunks)]
+        array = refs.pop(0)
+        named: dict[str, Any] = {}
         if interpret:
-            named = {"q": [(x, x) for x, _ in q], "out": [(x, x) for _, x in q]}
+            named["q"] = [(x, x) for x, _ in q]
+            named["out"] = [(x, x) for _, x in q]
+            named["q_barriers"] = refs[:2]
+            named["p"] = refs[2]
             ring = [(x, x) for x in ring]
         else:
-            named = {"q": [(x[0], x[1]) for x in q], "out": [(x[2], x[3]) for x in q]}
-        k_barriers, v_barriers, q_dense, q_selected, last_ref = refs
+            named["q"] = [(x[0], x[1]) for x in q]
+            named["out"] = [(x[2], x[3]) for x in q]
+            named["q_barriers"] = [refs[0] if refs else array.at[2 * stages]] * 2
+            named["flag"] = ring[0][2]
+        k_barriers, v_barriers = Barriers(array, 0), Barriers(array, stages)
         named["ring"] = Ring(problem, ring[:chunks], ring[chunks:], k_barriers, v_barriers)
-        named["q_barriers"] = (q_selected, q_dense)
-        named["p" if interpret else "flag"] = last_ref
         return named
 
-    copies = [rows.per_dense, rows.per_tile] if interpret else [1, 1]
-    q_barriers = [plgpu.Barrier(num_arrivals=chunks * n) for n in copies]
-    return [*q_types, *ring_types, *barriers, *q_barriers, last], name
+    return [*q_types, *ring_types, *barriers, *last], name
 
 
 def launch(
@@ -184,20 +220,33 @@ def launch(
     arrivals = sum(problem.splits)
 
     def job(
-        refs: Inputs, named: dict[str, Any], partial_ref: Any, stats_ref: Any, branch: int, b: Any, k: Any, j: Any
+        refs: Inputs,
+        named: dict[str, Any],
+        partial_ref: Any,
+        stats_ref: Any,
+        branch: int,
+        b: Any,
+        k: Any,
+        j: Any,
     ) -> jax.Array:
         splits = problem.splits[branch]
         tile, split = lax.div(j, jnp.int32(splits)), lax.rem(j, jnp.int32(splits))
         count = rows.per_dense if branch else rows.per_tile
         barrier = named["q_barriers"][1 if branch else 0]
         _copy_q(problem, refs, named["q"], barrier, (b, k, tile * count), count, interpret is not None)
-        parts = BRANCHES[branch](problem, refs, b, k, tile, split)
+        stream = BRANCHES[branch](problem, refs, b, k, tile)
         q = [tiled for tiled, _ in named["q"]]
-        acc, top, norm = attend(problem, named["ring"], q, barrier, named.get("p"), parts, dtype)
+        acc, top, norm = attend(
+            problem, named["ring"], q, barrier, named.get("p"), stream, split, splits, dtype
+        )
         head = b * problem.kv_heads + k
         first = (problem.first_partial(branch) + head * problem.jobs[branch] + j) * ROWS
         for chunk, value in enumerate(acc):
-            partial_ref[pl.ds(first, ROWS), pl.ds(64 * chunk, 64)] = value
+            target = partial_ref.at[pl.ds(first, ROWS), pl.ds(64 * chunk, 64)]
+            if interpret is None:
+                store_rows(target, value, count * rows.heads)
+            else:
+                target[...] = value
         stats_ref[0, pl.ds(first, ROWS)] = top
         stats_ref[1, pl.ds(first, ROWS)] = norm
         return tile
@@ -221,7 +270,9 @@ def launch(
     stats_type = jax.ShapeDtypeStruct((2, padded), F32)
     out_type = jax.ShapeDtypeStruct(inputs.q.shape, F32)
     options = {
-        "compiler_params": plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        "compiler_params": plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
         "interpret": interpret,
     }
     grid = {"grid": (sum(problem.jobs), heads, batch), "grid_names": ("j", "k", "b")}
@@ -245,6 +296,7 @@ def launch(
 
                         @pl.when(before == arrivals - 1)
                         def _last() -> None:
+                            acquire()
                             reset(counter)
                             _combine(
                                 problem,
@@ -263,7 +315,11 @@ def launch(
         counters = jnp.zeros((batch, heads, rows.tiles), jnp.int32)
         body.__name__ = "sparse_attention"
         kernel = plgpu.kernel(
-            body, out_type=[out_type, partial_type, stats_type], scratch_types=scratch_types, **grid, **options
+            body,
+            out_type=[out_type, partial_type, stats_type],
+            scratch_types=scratch_types,
+            **grid,
+            **options,
         )
         return kernel(*arrays, gates, counters)[0]
 
@@ -276,9 +332,9 @@ def launch(
         at = (lax.axis_index("b"), lax.axis_index("k"), lax.axis_index("i"))
         _combine(problem, at, partial_ref, stats_ref, gates_ref, out_ref, [(tiled, tiled)], True)
 
-    split = plgpu.kernel(partials, out_type=[partial_type, stats_type], scratch_types=scratch_types, **grid, **options)(
-        *arrays
-    )
+    split = plgpu.kernel(
+        partials, out_type=[partial_type, stats_type], scratch_types=scratch_types, **grid, **options
+    )(*arrays)
     return plgpu.kernel(
         combine,
         out_type=out_type,

@@ -33,7 +33,13 @@ def _splits(tiles: int, keys: int, slots: int, least: int) -> int:
 
 
 def heuristic(
-    *, selected_tiles: int, dense_tiles: int, selected_keys: int, window_keys: int, compressed_keys: int, cores: int
+    *,
+    selected_tiles: int,
+    dense_tiles: int,
+    selected_keys: int,
+    window_keys: int,
+    compressed_keys: int,
+    cores: int,
 ) -> TileConfig:
     """Splits for a device without tuned values.
 

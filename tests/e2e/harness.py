@@ -96,9 +96,7 @@ def decoding(target: Model, drafter=None, **choices) -> loop.Decoding:
 
 prefill_chunk = jax.jit(loop.prefill_chunk, static_argnames=("decoding", "size"))
 decode_until = jax.jit(loop.decode_until, static_argnames=("decoding", "rounds"))
-init_state = jax.jit(
-    loop.init_state, static_argnames=("decoding", "max_new_tokens", "capacity", "dtype")
-)
+init_state = jax.jit(loop.init_state, static_argnames=("decoding", "max_new_tokens", "capacity", "dtype"))
 
 
 def run(
@@ -169,9 +167,7 @@ def script_for(
 ) -> Script:
     """Trees that draft the truth, each node spoiled with probability `wrong`."""
     batch = truth.shape[0]
-    trees = [
-        [random_tree(rng, drafter.num_nodes, drafter.max_depth, kind) for _ in range(batch)] for _ in range(turns)
-    ]
+    trees = [[random_tree(rng, drafter.num_nodes, drafter.max_depth, kind) for _ in range(batch)] for _ in range(turns)]
     spoiled = rng.random((turns, batch, drafter.num_nodes)) < wrong
     shift = np.where(spoiled, rng.integers(1, VOCAB, spoiled.shape), 0)
     return Script(

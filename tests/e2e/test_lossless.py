@@ -10,7 +10,6 @@ import pytest
 
 from ssv_jax.drafting.ngram import NgramDrafter
 from ssv_jax.drafting.replay import ReplayDrafter
-
 from tests.e2e import harness
 
 CAPACITY = 96

@@ -32,9 +32,7 @@ from tests.pallas_kernels.cases import (
 
 def compiled(case: Case, name: str, window: int | None) -> Callable[[Pass], np.ndarray]:
     op = functools.partial(dense_verify, scale=case.scale, window=window, implementation=name)
-    return functools.partial(
-        on_host, jax.jit(lambda p: op(p.q, p.cached.k, p.cached.v, p.tree.k, p.tree.v, p.queries))
-    )
+    return functools.partial(on_host, jax.jit(lambda p: op(p.q, p.cached.k, p.cached.v, p.tree.k, p.tree.v, p.queries)))
 
 
 compiled_once = functools.cache(compiled)

@@ -16,7 +16,6 @@ from tests.pallas_kernels.cases import (
     CASES,
     GEOMETRIES,
     STYLES,
-    interesting_lengths,
     make_pass,
     queries_of,
     random_parents,

@@ -101,7 +101,7 @@ def test_grouping_changes_no_bit_of_the_reference():
     for i, given in enumerate(sweep(case, count=5, seed=9)):
         for blocks in (selections(case, given, i), answer(given, case.sizes, case.capacity).blocks.astype(np.int32)):
             alone = compiled_once(case, "reference", 1)(given, blocks)
-            for group in (2, 3, 4, 5, 13):
+            for group in (2, 3, 4, 5):
                 same_bits(compiled_once(case, "reference", group)(given, blocks), alone, f"group {group}")
 
 
@@ -157,21 +157,18 @@ def test_tiles_of_groups_change_nothing(branch, limit, monkeypatch):
 
 def test_a_long_cache_is_gathered_and_a_short_one_masked(monkeypatch):
     """Decoding at 64K that reads the whole cache for sixteen blocks, or copies a cache to read all of it."""
-    calls = []
-    original = jnp.repeat
-    monkeypatch.setattr(xla.jnp, "take_along_axis", lambda *a, **k: calls.append(1) or _take(*a, **k))
+    calls, take = [], jnp.take_along_axis
     for blocks, gathers in ((2 * xla.GATHER_RATIO, False), (2 * xla.GATHER_RATIO + 1, True)):
         case = Case(geometry="wide", nodes=1, kv_heads=1, group=1, dim=8, blocks=blocks)
-        calls.clear()
         given = make_pass(case, 20, np.array([[-1]]), 0)
         chosen = np.array([[[[0, 1]]]], np.int32)
-        out = compiled(case, "xla")(given, chosen)
+        want = compiled(case, "reference")(given, chosen)
+        with monkeypatch.context() as patch:
+            calls.clear()
+            patch.setattr(jnp, "take_along_axis", lambda *a, **k: calls.append(a) or take(*a, **k))
+            out = compiled(case, "xla")(given, chosen)
         assert bool(calls) == gathers
-        close(out, compiled(case, "reference")(given, chosen), case.tolerance)
-    assert jnp.repeat is original
-
-
-_take = jnp.take_along_axis
+        close(out, want, case.tolerance)
 
 
 def test_shapes_that_do_not_fit_are_refused():

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ssv_jax import loop
 from ssv_jax.drafting.dynamic_tree import best, check_tree, pool_size, top_candidates, tree_from_pool
 from ssv_jax.drafting.eagle3 import Eagle3Drafter, Eagle3SampledDrafter, Eagle3State, load_drafter
+from ssv_jax.drafting.none import NoDrafter
 from ssv_jax.drafting.protocol import Observation, Params
 from ssv_jax.models import eagle3
 from ssv_jax.models.eagle3_config import Eagle3Config
@@ -96,7 +98,7 @@ def seen(taps: np.ndarray, tokens: np.ndarray, start: list[int], count: list[int
 def fresh(drafter, params: Params, taps: np.ndarray, tokens: np.ndarray, lengths: list[int]) -> Eagle3State:
     """One prefill of the first `lengths` positions."""
     state = drafter.init(batch=len(lengths), capacity=CAPACITY, dtype=jnp.float32)
-    return observe(drafter, params, state, seen(taps, tokens, [0] * len(lengths), lengths, max(lengths)))
+    return observe(drafter, params, state, seen(taps, tokens, [0] * len(lengths), lengths, CAPACITY))
 
 
 def roots(tokens: np.ndarray, lengths: list[int]) -> dict[str, jax.Array]:
@@ -127,20 +129,22 @@ def test_dynamic_tree_equals_numpy_for_ragged_sequences(setup, name):
     made = setup(name)
     taps, tokens = stream(batch=2)
     lengths = [9, 5]
-    drafter = made.dynamic(depth=3, top_k=3, nodes=14)
+    drafter = made.dynamic()
     state = fresh(drafter, made.params, taps, tokens, lengths)
     tree = propose(drafter, made.params, state, **roots(tokens, lengths), key=jax.random.key(0))
     for row, length in enumerate(lengths):
         stable = made.oracle.prefill(taps[:, row, :length], tokens[row, :length])
         root = int(tokens[row, length - 1])
-        assert_tree(tree, row, tree_of(made.oracle, stable, root, depth=3, top_k=3, nodes=14))
+        assert_tree(tree, row, tree_of(made.oracle, stable, root, depth=2, top_k=3, nodes=8))
+        if name != "plain":
+            continue
         alone = fresh(drafter, made.params, taps[:, row : row + 1], tokens[row : row + 1], [length])
         single = propose(drafter, made.params, alone, **roots(tokens[row : row + 1], [length]), key=jax.random.key(0))
         np.testing.assert_array_equal(single.tokens[0], tree.tokens[row])
     assert np.asarray(tree.valid).all() and tree.q is None
 
 
-@pytest.mark.parametrize(("depth", "top_k", "nodes"), [(1, 1, 3), (5, 1, 7), (1, 4, 2), (2, 2, 11), (2, 17, 30)])
+@pytest.mark.parametrize(("depth", "top_k", "nodes"), [(5, 1, 7), (1, 4, 2), (3, 2, 15), (1, 17, 30)])
 def test_tree_shapes_equal_numpy(setup, depth, top_k, nodes):
     # A chain, a tree of one draft, the whole pool, and every token of the draft vocabulary.
     made = setup()
@@ -164,7 +168,7 @@ def test_tree_shapes_equal_numpy(setup, depth, top_k, nodes):
 def test_fault_12_proposed_tokens_are_target_ids(setup):
     made = setup()
     taps, tokens = stream(seed=2)
-    drafter = made.dynamic(depth=3, top_k=4, nodes=40)
+    drafter = made.dynamic()
     state = fresh(drafter, made.params, taps, tokens, [4])
     tree = propose(drafter, made.params, state, **roots(tokens, [4]), key=jax.random.key(0))
     proposed = set(tree.tokens[0, 1:].tolist())
@@ -172,11 +176,11 @@ def test_fault_12_proposed_tokens_are_target_ids(setup):
 
 
 def test_window_that_covers_everything_changes_nothing_and_a_short_one_equals_numpy(setup):
-    made = setup("three-layers")
+    made = setup()
     taps, tokens = stream(seed=6)
     trees = {}
     for window in (None, CAPACITY, 4):
-        drafter = made.dynamic(depth=2, top_k=3, nodes=10, window=window)
+        drafter = made.dynamic(window=window)
         state = fresh(drafter, made.params, taps, tokens, [9])
         trees[window] = propose(drafter, made.params, state, **roots(tokens, [9]), key=jax.random.key(0)), state
     np.testing.assert_array_equal(trees[None][0].tokens, trees[CAPACITY][0].tokens)
@@ -185,7 +189,7 @@ def test_window_that_covers_everything_changes_nothing_and_a_short_one_equals_nu
     np.testing.assert_allclose(trees[4][1].feature[0], stable[-1].feature, rtol=1e-4, atol=1e-4)
     assert np.abs(trees[4][1].feature - trees[None][1].feature).max() > 1e-3
     root = int(tokens[0, 8])
-    assert_tree(trees[4][0], 0, tree_of(made.oracle, stable, root, depth=2, top_k=3, nodes=10, window=4))
+    assert_tree(trees[4][0], 0, tree_of(made.oracle, stable, root, depth=2, top_k=3, nodes=8, window=4))
 
 
 def test_nothing_recompiles_and_drafters_are_static(setup):
@@ -198,7 +202,7 @@ def test_nothing_recompiles_and_drafters_are_static(setup):
     state = fresh(again, made.params, taps, tokens, [3])
     propose(again, made.params, state, **roots(tokens, [3]), key=jax.random.key(0))
     before = propose._cache_size()
-    state = observe(again, made.params, state, seen(taps, tokens, [3], [3], 3))
+    state = observe(again, made.params, state, seen(taps, tokens, [3], [3], 4))
     propose(made.dynamic(), made.params, state, **roots(tokens, [6]), key=jax.random.key(1))
     assert propose._cache_size() == before
 
@@ -206,12 +210,12 @@ def test_nothing_recompiles_and_drafters_are_static(setup):
 # --- the stable cache
 
 
-@pytest.mark.parametrize("name", ["plain", "three-layers", "eagle-3.1"])
+@pytest.mark.parametrize("name", ["plain", "three-layers"])
 def test_fault_13_and_14_stable_rows_equal_a_fresh_prefill_after_every_round(setup, name):
     # Rounds of ragged accepts between proposals; columns past the accepted ones hold NaN.
     made = setup(name)
     taps, tokens = stream(batch=2, length=20)
-    drafter = made.dynamic(depth=2, top_k=2, nodes=7)
+    drafter = made.dynamic()
     lengths = [4, 2]
     state = fresh(drafter, made.params, taps, tokens, lengths)
     for counts in ([4, 1], [1, 3], [0, 2], [3, 4]):
@@ -227,7 +231,7 @@ def test_fault_27_resuming_at_every_split_changes_nothing(setup, split):
     taps, tokens = stream(length=9)
     drafter = made.dynamic()
     state = fresh(drafter, made.params, taps, tokens, [split])
-    state = observe(drafter, made.params, state, seen(taps, tokens, [split], [9 - split], 9))
+    state = observe(drafter, made.params, state, seen(taps, tokens, [split], [9 - split], CAPACITY))
     assert_same_rows(state, fresh(drafter, made.params, taps, tokens, [9]), [9])
 
 
@@ -245,7 +249,7 @@ def test_a_pair_can_be_observed_again_with_another_successor(setup):
 def test_rows_beyond_the_length_are_never_read(setup):
     made = setup()
     taps, tokens = stream()
-    drafter = made.dynamic(depth=3, top_k=2, nodes=9)
+    drafter = made.dynamic()
     state = fresh(drafter, made.params, taps, tokens, [6])
 
     def poison(x):
@@ -270,6 +274,29 @@ def test_a_full_cache_keeps_its_last_rows(setup):
     state = fresh(drafter, made.params, taps, tokens, [CAPACITY - 2])
     state = observe(drafter, made.params, state, seen(taps, tokens, [CAPACITY - 2], [2], 4))
     assert_same_rows(state, fresh(drafter, made.params, taps, tokens, [CAPACITY]), [CAPACITY])
+
+
+def test_faults_13_and_14_through_the_decode_loop(setup):
+    # The loop's own rounds: lengths agree after each, and greedy tokens are those of autoregressive decoding.
+    made = setup()
+    target = build(TARGET, random_params(TARGET))[0]
+    prompts, lengths = jnp.asarray([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]], jnp.int32), jnp.asarray([5, 3], jnp.int32)
+    outputs = []
+    for drafter in (NoDrafter(), made.dynamic()):
+        decoding = loop.Decoding(model=target, config=TARGET, drafter=drafter)
+        state = loop.init_state(
+            decoding, prompts, lengths, max_new_tokens=9, key=jax.random.key(0), capacity=64, dtype=jnp.float32
+        )
+        prefill = jax.jit(loop.prefill_chunk, static_argnums=(0, 3))
+        for _ in range(2):
+            state, _ = prefill(decoding, made.params, state, 4)
+        step = jax.jit(loop.decode_round, static_argnums=0)
+        for _ in range(9):
+            state, _ = step(decoding, made.params, state)
+            if isinstance(drafter, Eagle3Drafter):
+                np.testing.assert_array_equal(state.drafter.cache.length, state.cache.length)
+        outputs.append([state.history[b, : int(n)].tolist() for b, n in enumerate(state.count)])
+    assert outputs[0] == outputs[1] and [len(x) for x in outputs[0]] == [14, 12]
 
 
 # --- the pool
@@ -355,17 +382,13 @@ def test_ties_go_to_the_lower_index_and_nan_to_the_end():
     assert sorted(ids[0, 0].tolist()) == [0, 1, 2] and (log_p == log_p[0, 0, 0]).all()
 
 
-@pytest.mark.parametrize("kernel", [0.0, np.nan, "certain"], ids=str)
-def test_heads_that_know_nothing_or_are_certain_give_valid_trees(setup, kernel):
+@pytest.mark.parametrize("scale", [0.0, np.nan, 1e8], ids=["ties", "nan", "certain"])
+def test_heads_that_know_nothing_or_are_certain_give_valid_trees(setup, scale):
     made = setup()
     params = random_head(PLAIN)
-    if kernel == "certain":
-        params["norm/scale"] = np.zeros_like(params["norm/scale"])  # logits 0: all ties
-        params["lm_head/kernel"][:] = 0.0
-    else:
-        params["lm_head/kernel"] = np.full_like(params["lm_head/kernel"], kernel)
-    graphdef, state = eagle3.build(PLAIN, params)
-    drafter = dataclasses.replace(made.dynamic(depth=3, top_k=3, nodes=20), graphdef=graphdef)
+    params["lm_head/kernel"] *= np.float32(scale)
+    state = eagle3.build(PLAIN, params)[1]
+    drafter = made.dynamic(depth=3, top_k=3, nodes=20)
     taps, tokens = stream()
     both = Params(target=made.params.target, draft=state)
     tree = propose(drafter, both, fresh(drafter, both, taps, tokens, [5]), **roots(tokens, [5]), key=jax.random.key(0))
@@ -493,7 +516,6 @@ def test_load_drafter_proposes_what_the_head_in_memory_proposes(setup, tmp_path)
 
 def test_a_head_for_another_target_is_refused_before_its_weights_are_read(tmp_path):
     export_eagle3(tmp_path / "head", PLAIN, as_jax(random_head(PLAIN)))
-    (tmp_path / "head" / "model.safetensors").write_bytes((tmp_path / "head" / "model.safetensors").read_bytes())
     for change, words in (({"vocab_size": 32}, "vocab_size is 31"), ({"hidden_size": 16}, "target_hidden_size is 12")):
         with pytest.raises(CheckpointError, match=words):
             load_drafter(tmp_path / "head", dataclasses.replace(TARGET, **change))
