@@ -154,6 +154,7 @@ class Workload:
     loaded_bytes: float
 
 
+@functools.cache
 def workload(case: Case, calls: int = CALLS) -> Workload:
     """Random inputs of a case."""
     rng = np.random.default_rng(case.nodes)
@@ -322,9 +323,7 @@ def bench(case: Case, config: Any, rate: float) -> dict[str, Any]:
     work = workload(case)
     inner = jax.jit(call(case, config))
 
-    def chain(
-        q: jax.Array, caches: list[CachedKV], tree: Any, queries: Any, schedules: Any, gates: Any
-    ) -> Any:
+    def chain(q: jax.Array, caches: list[CachedKV], tree: Any, queries: Any, schedules: Any, gates: Any) -> Any:
         for index, schedule in enumerate(schedules):
             out = inner(q, caches[index % len(caches)], tree, queries, schedule, gates)
             q = out.astype(q.dtype)
@@ -346,9 +345,7 @@ def bench(case: Case, config: Any, rate: float) -> dict[str, Any]:
         "launches_per_call": len(durations) / count,
         "all_kernels_us": total,
         "other_kernels": {
-            name[:40]: [len(found) / count, sum(found) / count]
-            for name, found in times.items()
-            if KERNEL not in name
+            name[:40]: [len(found) / count, sum(found) / count] for name, found in times.items() if KERNEL not in name
         },
         "unique_mb": work.unique_bytes / 1e6,
         "loaded_selected_mb": work.loaded_bytes / 1e6,

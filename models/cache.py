@@ -178,41 +178,70 @@ def commit(
     def append_tokens(old: Array, new: Array) -> Array:
         return _per_sequence(_append, old, new, source, length, count)
 
-    def dense(layer: DenseLayerCache, tree: DenseLayerTree) -> DenseLayerCache:
-        return DenseLayerCache(k=append_tokens(layer.k, tree.k), v=append_tokens(layer.v, tree.v))
-
-    if geometry is None:
-        layers = tuple(dense(layer, tree) for layer, tree in zip(cache.layers, trees, strict=True))
-        return Cache(layers=layers, length=length + count)
-
-    size, stride = geometry.kernel_size, geometry.kernel_stride
-    first = geometry.num_entries(length)
-    completed = geometry.num_entries(length + count) - first
-    slots = path.shape[1] // stride + 1
-    node_slot = trees[0].kv.completions.node_slot
-    at_path = (first[:, None] + jnp.arange(slots)) * stride + size - 1 - length[:, None]
-    node = jnp.take_along_axis(source, jnp.clip(at_path, 0, path.shape[1] - 1), axis=1)
-    entry_source = jnp.maximum(jnp.take_along_axis(node_slot, node, axis=1), 0)
-    # Row r of the new tail is position length + count - l + r: an old tail row, or a node of the path.
-    tail_row = count[:, None] + jnp.arange(size)
-    tail_node = jnp.take_along_axis(source, jnp.clip(tail_row - size, 0, path.shape[1] - 1), axis=1)
-    tail_source = jnp.where(tail_row < size, tail_row, size + tail_node)
-
-    def new_tail(old: Array, new: Array) -> Array:
-        rows = jnp.concatenate([old, new.astype(old.dtype)], axis=2)
-        return jnp.take_along_axis(rows, tail_source[:, None, :, None], axis=2)
-
-    def append_entries(old: Array, new: Array) -> Array:
-        return _per_sequence(_append, old, new, entry_source, first, completed)
-
-    def sparse(layer: NSALayerCache, tree: NSALayerTree) -> NSALayerCache:
+    moves: _EntryMoves | None = None
+    layers: list[LayerCache] = []
+    for layer, tree in zip(cache.layers, trees, strict=True):
+        if isinstance(layer, DenseLayerCache):
+            assert isinstance(tree, DenseLayerTree)
+            layers.append(DenseLayerCache(k=append_tokens(layer.k, tree.k), v=append_tokens(layer.v, tree.v)))
+            continue
+        assert isinstance(tree, NSALayerTree)
+        assert geometry is not None
+        if moves is None:  # the same in every layer
+            moves = _entry_moves(tree.kv.completions.node_slot, source, length, count, geometry)
         kv = CachedKV(
             k=append_tokens(layer.kv.k, tree.kv.k),
             v=append_tokens(layer.kv.v, tree.kv.v),
-            k_cmp=append_entries(layer.kv.k_cmp, tree.kv.k_cmp),
-            v_cmp=append_entries(layer.kv.v_cmp, tree.kv.v_cmp),
+            k_cmp=moves.append_entries(layer.kv.k_cmp, tree.kv.k_cmp),
+            v_cmp=moves.append_entries(layer.kv.v_cmp, tree.kv.v_cmp),
         )
-        return NSALayerCache(kv=kv, tail_k=new_tail(layer.tail_k, tree.raw_k), tail_v=new_tail(layer.tail_v, tree.kv.v))
+        tail_k, tail_v = moves.new_tail(layer.tail_k, tree.raw_k), moves.new_tail(layer.tail_v, tree.kv.v)
+        layers.append(NSALayerCache(kv=kv, tail_k=tail_k, tail_v=tail_v))
+    return Cache(layers=tuple(layers), length=length + count)
 
-    layers = tuple(sparse(layer, tree) for layer, tree in zip(cache.layers, trees, strict=True))
-    return Cache(layers=layers, length=length + count)
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _EntryMoves:
+    """Where the compressed entries and the tail of a commit come from.
+
+    Args:
+      source: slots of the completed entries, in order.
+      first, completed: index of the first, and their number.
+      tail: for each row of the new tail, its row among the old tail and then the nodes.
+    """
+
+    source: Int[Array, "B S"]
+    first: Int[Array, " B"]
+    completed: Int[Array, " B"]
+    tail: Int[Array, "B l"]
+
+    def append_entries(self, old: Array, new: Array) -> Array:
+        return _per_sequence(_append, old, new, self.source, self.first, self.completed)
+
+    def new_tail(self, old: Array, new: Array) -> Array:
+        rows = jnp.concatenate([old, new.astype(old.dtype)], axis=2)
+        return jnp.take_along_axis(rows, self.tail[:, None, :, None], axis=2)
+
+
+def _entry_moves(
+    node_slot: Int[Array, "B T"],
+    path: Int[Array, "B P"],
+    length: Int[Array, " B"],
+    count: Int[Array, " B"],
+    geometry: Geometry,
+) -> _EntryMoves:
+    size, stride = geometry.kernel_size, geometry.kernel_stride
+    last = path.shape[1] - 1
+    first = geometry.num_entries(length)
+    # Entry c is completed by the path's node at position c * d + l - 1.
+    at_path = (first[:, None] + jnp.arange(last // stride + 2)) * stride + size - 1 - length[:, None]
+    node = jnp.take_along_axis(path, jnp.clip(at_path, 0, last), axis=1)
+    # Row r of the new tail is position length + count - l + r: an old tail row, or a node of the path.
+    row = count[:, None] + jnp.arange(size)
+    tail_node = jnp.take_along_axis(path, jnp.clip(row - size, 0, last), axis=1)
+    return _EntryMoves(
+        source=jnp.maximum(jnp.take_along_axis(node_slot, node, axis=1), 0),
+        first=first,
+        completed=geometry.num_entries(length + count) - first,
+        tail=jnp.where(row < size, row, size + tail_node),
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -188,7 +189,7 @@ def abstract(config: LlamaConfig, dtype: DTypeLike = jnp.float32) -> tuple[nnx.G
     return nnx.split(model, nnx.Param)
 
 
-def flat_name(path: tuple[str | int, ...]) -> str:
+def flat_name(path: Iterable[Any]) -> str:
     """A parameter's flat name: its path joined by slashes."""
     return "/".join(str(part) for part in path)
 

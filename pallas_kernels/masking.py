@@ -14,6 +14,11 @@ from jaxtyping import Array, Bool, Float, Shaped
 MAX_SCORE_ELEMENTS = 1 << 26
 
 
+def einsum32(subscripts: str, a: Array, b: Array) -> Array:
+    """Contraction of two arrays, accumulated in and returned as float32."""
+    return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
+
+
 def masked_softmax(scores: Float[Array, "*dims S"], mask: Bool[Array, "*dims2 S"]) -> Float[Array, "*dims S"]:
     """Softmax over the last axis in float32; masked columns are exactly 0, and so is a row without columns."""
     floor = jnp.finfo(jnp.float32).min
@@ -46,18 +51,17 @@ def attend_cache_and_tree(
 
     The masks' KV-head axis may be 1. Garbage keys must be masked, and garbage values finite.
     """
-    product = {"preferred_element_type": jnp.float32}
     keys = k.shape[3]
     scores = jnp.concatenate(
         [
-            jnp.einsum("bkprd,bkpxd->bkprx", q, k, **product),
-            jnp.einsum("bkprd,bktd->bkprt", q, tree_k, **product),
+            einsum32("bkprd,bkpxd->bkprx", q, k),
+            einsum32("bkprd,bktd->bkprt", q, tree_k),
         ],
         axis=-1,
     )
     p = masked_softmax(scores * scale, jnp.concatenate([mask, tree_mask], axis=-1)).astype(v.dtype)
-    out = jnp.einsum("bkprx,bkpxd->bkprd", p[..., :keys], v, **product)
-    return out + jnp.einsum("bkprt,bktd->bkprd", p[..., keys:], tree_v, **product)
+    out = einsum32("bkprx,bkpxd->bkprd", p[..., :keys], v)
+    return out + einsum32("bkprt,bktd->bkprd", p[..., keys:], tree_v)
 
 
 def map_query_tiles(function: Callable[..., Any], per_query_elements: int, *arrays: Shaped[Array, "B T ..."]) -> Any:

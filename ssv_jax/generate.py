@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from .errors import ContextLengthError, UsageError
 
@@ -112,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
 class _Progress:
     """One line per phase on stderr, rewritten in place on a terminal."""
 
-    def __init__(self, stream: TextIO, enabled: bool) -> None:
+    def __init__(self, stream: Any, enabled: bool) -> None:
         self._stream, self._enabled = stream, enabled
         self._terminal = stream.isatty()
         self._stage = ""

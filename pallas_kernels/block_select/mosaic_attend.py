@@ -59,7 +59,7 @@ class Partials:
       stats: running maximum (log2 units) and sum of each split.
       mass: per tile of entries (from index 1) and row, the blocks' masses relative to `top`; then the mass that spills
         into the first block of the next tile. None if not asked for.
-      top: the reference of each tile's mass (from index 1), then those of the tiles of completed entries.
+      top: the reference of each tile's mass (from index 1), and after N those of the tiles of completed entries.
       tree: masses of the completed entries.
     """
 
@@ -68,6 +68,11 @@ class Partials:
     mass: Float[Array, "X R N 64 Y"] | None
     top: Float[Array, "X R N2 64"] | None
     tree: Float[Array, "X R 64 M"] | None
+
+
+def mass_depth(steps: int) -> int:
+    """Tiles of the mass array for `steps` tiles of entries: one before them, and a multiple of 32 in all."""
+    return -(-(steps + 1) // 32) * 32
 
 
 def attend(
@@ -107,6 +112,7 @@ def attend(
     warps = min(warps, tiles)
     groups = -(-tiles // warps)
     steps = -(-entries // size)
+    depth = mass_depth(steps)
     width = size if bins is None else bins.shape[0]
     factor = LOG2E * scale
     panels = dim // PANEL
@@ -196,26 +202,28 @@ def attend(
             p = jnp.exp2(values - lax.broadcast_in_dim(new_top, values.shape, [0]))
             return p, new_top, alpha, total * alpha + p.sum(axis=1)
 
-        def weigh(p: Array, values: Any, staging: Any, wait: Any) -> Array:
-            operand = p.astype(half)
+        def weigh(acc: list[Array], alpha: Array, operand: Array, values: Any, staging: Any) -> list[Array]:
+            factors = lax.broadcast_in_dim(alpha, (ROWS, PANEL), [0])
+            acc = [old * factors for old in acc]
             if in_smem:
                 staging[w] = operand
                 plgpu.commit_smem()
-            wait()
 
-            def product(*acc_refs: Any) -> list[Array]:
+            def product(acc_refs: list[Any]) -> None:
                 for panel, acc_ref in enumerate(acc_refs):
                     plgpu.wgmma(acc_ref, staging.at[w] if in_smem else operand, values.at[panel])
+
+            if not in_smem:  # in place: two sets of accumulators do not fit into the registers of three warpgroups
+                return pl.run_state(product)([plgpu.ACC.init(old) for old in acc])
+
+            def from_zero(*acc_refs: Any) -> list[Array]:
+                product(list(acc_refs))
                 return [acc_ref[...] for acc_ref in acc_refs]
 
-            return pl.run_scoped(product, *[plgpu.ACC((ROWS, PANEL), f32)] * panels)
+            gained = pl.run_scoped(from_zero, *[plgpu.ACC((ROWS, PANEL), f32)] * panels)
+            return [old + new for old, new in zip(acc, gained, strict=True)]
 
-        def rescale_and_add(acc: list[Array], alpha: Array, gained: list[Array]) -> list[Array]:
-            factors = lax.broadcast_in_dim(alpha, (ROWS, PANEL), [0])
-            return [old * factors + new for old, new in zip(acc, gained, strict=True)]
-
-        def masses(p: Array) -> Array:
-            high = p.astype(jnp.bfloat16)
+        def masses(p: Array, high: Array) -> Array:
             low = (p - high.astype(f32)).astype(jnp.bfloat16)
             if in_smem:
                 b_s[w, 0] = high
@@ -237,8 +245,13 @@ def attend(
             values = scores(k_s.at[slot], size)
             values = jnp.where(column < visible - (first + i) * size, values, MASKED)
             p, top, alpha, total = soften(values, top, total)
-            gained = weigh(p, v_s.at[slot], p_s if in_smem else None, lambda: plgpu.barrier_wait(v_b.at[slot]))
-            acc = rescale_and_add(acc, alpha, gained)
+            high = p.astype(jnp.bfloat16)
+            operand = high if half == jnp.bfloat16 else p.astype(half)
+            if score:
+                mass_ref[x, tile, first + i + 1] = p if bins is None else masses(p, high)
+                top_ref[x, tile, first + i + 1] = top
+            plgpu.barrier_wait(v_b.at[slot])
+            acc = weigh(acc, alpha, operand, v_s.at[slot], p_s if in_smem else None)
             if warps > 1:
                 plgpu.barrier_arrive(free_b.at[slot])
 
@@ -248,9 +261,6 @@ def attend(
                     plgpu.barrier_wait(free_b.at[slot])
                 fetch(i + stages, slot)
 
-            if score:
-                mass_ref[x, tile, first + i + 1] = p if bins is None else masses(p)
-                top_ref[x, tile, first + i + 1] = top
             return acc, top, total
 
         acc, top, total = lax.fori_loop(0, n, step, (acc, top, total))
@@ -271,7 +281,7 @@ def attend(
             plgpu.barrier_wait(t_b)
             values = jnp.where(hidden < 0.0, MASKED, scores(tk_s, TREE_TILE))
             p, top, alpha, total = soften(values, top, total)
-            acc = rescale_and_add(acc, alpha, weigh(p, tv_s, pt_s if in_smem else None, lambda: None))
+            acc = weigh(acc, alpha, p.astype(half), tv_s, pt_s if in_smem else None)
             if warps > 1:
                 plgpu.barrier_arrive(free_b.at[stages])
 
@@ -286,7 +296,7 @@ def attend(
 
             if score:
                 tree_ref[x, tile, :, at] = p
-                top_ref[x, tile, steps + 1 + i] = top
+                top_ref[x, tile, depth + i] = top
             return acc, top, total
 
         acc, top, total = lax.fori_loop(0, chunks, tree_step, (acc, top, total))
@@ -317,8 +327,8 @@ def attend(
     operands = [q, k, v, tree_k, tree_v, bias, counts]
     if score:
         shapes += [
-            jax.ShapeDtypeStruct((batch_heads, tiles, steps + 1, ROWS, width), f32),
-            jax.ShapeDtypeStruct((batch_heads, tiles, steps + 1 + tree_width // TREE_TILE, ROWS), f32),
+            jax.ShapeDtypeStruct((batch_heads, tiles, depth, ROWS, width), f32),
+            jax.ShapeDtypeStruct((batch_heads, tiles, depth + tree_width // TREE_TILE, ROWS), f32),
             jax.ShapeDtypeStruct((batch_heads, tiles, ROWS, tree_width), f32),
         ]
         if bins is not None:

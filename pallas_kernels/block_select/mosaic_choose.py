@@ -39,12 +39,37 @@ def square(lanes: int) -> Any:
     return _Lay(plgpu.Tiling(((QUAD, lanes), (1,))), warp_dims=(-3,), lane_dims=lane_dims, vector_dim=-1)
 
 
+def tall() -> Any:
+    """[32 n, 4] registers: rows on lanes, columns on warps."""
+    return _Lay(plgpu.Tiling(((32, QUAD), (1,))), warp_dims=(-2,), lane_dims=(-3,), vector_dim=-1)
+
+
+def _pairs(size: int) -> tuple[int, Any]:
+    """Lanes that hold two neighbours each of `size` numbers, and how they are laid out over a warp.
+
+    Two, because a load or store of single words in shared memory becomes `ldmatrix` or `stmatrix`.
+    """
+    lanes = next((n for n in (32, 16, 8, 4, 2, 1) if size % (2 * n) == 0), 0)
+    return lanes, (-2,) if lanes == 32 else (_Times(32 // max(lanes, 1)), -2)
+
+
+def pairs(size: int) -> Any:
+    """[4 n, size] registers: rows on warps, pairs of columns on lanes."""
+    lanes, lane_dims = _pairs(size)
+    return _Lay(plgpu.Tiling(((QUAD, 2 * lanes), (2,))), warp_dims=(-3,), lane_dims=lane_dims, vector_dim=-1)
+
+
 def line(size: int) -> Any:
     """[size] registers, the same in every warp."""
-    lanes = next(n for n in (32, 16, 8, 4, 2, 1) if size % n == 0)
-    lane_dims = {32: (-2,), 1: (_Times(32),)}.get(lanes, (_Times(32 // lanes), -2))
-    tiles = ((1,),) if lanes == 1 else ((lanes,), (1,))
-    return _Lay(plgpu.Tiling(tiles), warp_dims=(_Times(4),), lane_dims=lane_dims, vector_dim=-1)
+    lanes, lane_dims = _pairs(size)
+    if lanes < 2:
+        return _Lay(plgpu.Tiling(((1,),)), warp_dims=(_Times(4),), lane_dims=(_Times(32),), vector_dim=-1)
+    return _Lay(plgpu.Tiling(((2 * lanes,), (2,))), warp_dims=(_Times(4),), lane_dims=lane_dims, vector_dim=-1)
+
+
+def stacked() -> Any:
+    """[4, n] registers: rows on warps, every lane of a warp holds the whole row."""
+    return _Lay(plgpu.Tiling(((QUAD, 1),)), warp_dims=(-2,), lane_dims=(_Times(32),), vector_dim=-1)
 
 
 def spread(x: Array, shape: tuple[int, ...], dims: tuple[int, ...], layout: Any) -> Array:
@@ -68,7 +93,7 @@ def merge_lists(list_s: Any, scratch: Any, width: int, length: int) -> None:
     Leaves the distinct blocks, ascending, in `scratch[3]`, and who listed them, as bits, in `scratch[4]`.
     """
     i32 = jnp.int32
-    layout = square(32 if length % 32 == 0 else 16)
+    layout = pairs(length)
     by_row, by_column = layout.reduce(1), layout.reduce(0)
     rows = min(length, 4096 // length)
     first_s, owner_s, rank_s, block_s, bits_s = (scratch.at[i] for i in range(5))
@@ -111,6 +136,7 @@ class SelectPlan:
       blocks: blocks in the cache.
       init, local: forced blocks.
       ratio: entries per block.
+      steps: tiles of entries.
       per_tile: blocks per tile of entries.
       spills: whether an entry can overlap two blocks.
       group: nodes that share a schedule; 0 leaves the merging to `merge`.
@@ -121,6 +147,7 @@ class SelectPlan:
     init: int
     local: int
     ratio: int
+    steps: int
     per_tile: int
     spills: bool
     group: int
@@ -178,7 +205,7 @@ def finish(
             if plan.group:
                 (merged_ref, owners_ref), refs = refs[:2], refs[2:]
                 work_s, refs = refs[-1], refs[:-1]
-            out_s, flat_s, wide_s, words_s, floats_s = refs
+            out_s, flat_s, words_s, floats_s, factor_s, over_s = refs
         else:
             (out_s,) = refs
         quad, x = lax.axis_index("q"), lax.axis_index("x")
@@ -192,14 +219,16 @@ def finish(
 
         def combine() -> None:
             layout = rows3
-            for h in range(group_heads):
-                at = rows(h)
-                top, total, tops = log_sum_exp(stats_ref.at[x, tile], at, layout)
+            found = [log_sum_exp(stats_ref.at[x, tile], rows(h), layout) for h in range(group_heads)]
+            results = []
+            for h, (top, total, tops) in enumerate(found):  # no store before the last load: it would be a barrier
                 scale = jnp.where(total > 0.0, 1.0 / jnp.maximum(total, 1e-30), 0.0)
                 weight = jnp.exp2(tops - spread(top, tops.shape, (1,), layout.reduce(2)))
                 weight = weight * spread(scale, tops.shape, (1,), layout.reduce(2))
-                parts = plgpu.load(out_p.at[x, tile, :, at], layout=layout, optimized=False)
-                out_s[:, h] = jnp.sum(parts * spread(weight, parts.shape, (0, 1), layout), axis=0)
+                parts = plgpu.load(out_p.at[x, tile, :, rows(h)], layout=layout, optimized=False)
+                results.append(jnp.sum(parts * spread(weight, parts.shape, (0, 1), layout), axis=0))
+            for h, result in enumerate(results):
+                out_s[:, h] = result
             plgpu.commit_smem()
             for i in range(QUAD):
 
@@ -222,51 +251,38 @@ def finish(
             return plgpu.load(word_s, layout=layout)
 
         def select() -> None:
-            steps = mass_ref.shape[2] - 1
+            steps, depth = plan.steps, mass_ref.shape[2]
             shape3 = (steps, QUAD, plan.per_tile)
             layout = cube(min(32, plan.per_tile))
             by_tile, by_node = layout.reduce(2), layout.reduce(0).reduce(1)
+            down = tall()  # tiles on lanes
             tile_of = plgpu.broadcasted_iota(i32, shape3, 0, layout=layout)
             lane = plgpu.broadcasted_iota(i32, shape3, 2, layout=layout)
             size = plan.per_tile * plan.ratio
             visited = lax.div(counts_ref[b, 0] + (size - 1), i32(size))
             chunks = lax.div(counts_ref[b, 1] + (TREE_TILE - 1), i32(TREE_TILE))
             base = counts_ref[b, 2]
-            score = full(shape3, 0.0, f32, layout)
             extra = weights_ref.shape[1]
             gains = [full((QUAD,), 0.0, f32, by_node)] * extra
+
+            # Factors from running maxima to probabilities, and the masses that spill over a tile's end.
+            factors, over = [], full((depth, QUAD), 0.0, f32, down)
             for h in range(group_heads):
                 at = rows(h)
                 top, total, _ = log_sum_exp(stats_ref.at[x, tile], at, layout)
                 lse = jnp.where(total > 0.0, top + jnp.log2(jnp.maximum(total, 1e-30)), _HIDDEN)
-                lse_by_tile = spread(lse, (steps, QUAD), (1,), by_tile)
-
-                def factor(start: int, lse_by_tile: Array = lse_by_tile, at: Any = at) -> Array:
-                    tops = plgpu.load(top_ref.at[x, tile, pl.ds(start, steps), at], layout=by_tile, optimized=False)
-                    return jnp.exp2(tops - lse_by_tile)
-
-                mass = plgpu.load(
-                    mass_ref.at[x, tile, pl.ds(1, steps), at, pl.ds(0, plan.per_tile)],
-                    layout=layout,
-                    optimized=False,
-                )
-                mass = mass * spread(factor(1), shape3, (0, 1), layout)
-                score = score + jnp.where(tile_of < visited, mass, 0.0)
+                tops = plgpu.load(top_ref.at[x, tile, pl.ds(0, depth), at], layout=down, optimized=False)
+                lse_down = spread(lse if plan.per_tile >= 32 else recast(lse, down.reduce(0)), tops.shape, (1,), down)
+                factors.append(jnp.exp2(tops - lse_down))
                 if plan.spills:
-                    over = plgpu.load(
-                        mass_ref.at[x, tile, pl.ds(0, steps), at, plan.per_tile],
-                        layout=by_tile,
-                        optimized=False,
-                    )
-                    over = spread(over * factor(0), shape3, (0, 1), layout)
-                    takes = (lane == 0) & (tile_of > 0) & (tile_of <= visited)
-                    score = score + jnp.where(takes, over, 0.0)
+                    rest = plgpu.load(mass_ref.at[x, tile, :, at, plan.per_tile], layout=down, optimized=False)
+                    over = over + rest * factors[-1]
 
                 def chunk(i: Array, gains: list[Array], lse: Array = lse, at: Any = at) -> list[Array]:
                     flat = square(32)
                     columns = pl.ds(pl.multiple_of(i * TREE_TILE, TREE_TILE), TREE_TILE)
                     p = plgpu.load(tree_ref.at[x, tile, at, columns], layout=flat, optimized=False)
-                    tops = plgpu.load(top_ref.at[x, tile, steps + 1 + i, at], layout=by_node, optimized=False)
+                    tops = plgpu.load(top_ref.at[x, tile, depth + i, at], layout=by_node, optimized=False)
                     scale = jnp.exp2(tops - lse)
                     new = []
                     for e, gain in enumerate(gains):
@@ -277,7 +293,24 @@ def finish(
                     return new
 
                 gains = lax.fori_loop(0, chunks, chunk, gains)
+            for h, factor in enumerate(factors):
+                factor_s[h] = factor
+            if plan.spills:
+                over_s[...] = over
 
+            # Garbage beyond the visited tiles is dropped at the end: it stays in its own elements.
+            score = full(shape3, 0.0, f32, layout)
+            for h in range(group_heads):
+                columns = pl.ds(0, plan.per_tile)
+                mass = plgpu.load(
+                    mass_ref.at[x, tile, pl.ds(1, steps), rows(h), columns], layout=layout, optimized=False
+                )
+                factor = plgpu.load(factor_s.at[h, pl.ds(1, steps)], layout=by_tile)
+                score = score + mass * spread(factor, shape3, (0, 1), layout)
+            score = jnp.where(tile_of < visited, score, 0.0)
+            if plan.spills:
+                spilt = spread(plgpu.load(over_s.at[pl.ds(0, steps)], layout=by_tile), shape3, (0, 1), layout)
+                score = score + jnp.where((lane == 0) & (tile_of > 0) & (tile_of <= visited), spilt, 0.0)
             block = tile_of * plan.per_tile + lane
             for e, gain in enumerate(gains):
                 score = score + jnp.where(block == base + e, spread(gain, shape3, (1,), layout), 0.0)
@@ -297,8 +330,7 @@ def finish(
                 chosen.append(index)
 
             width = lists_width(plan.slots)
-            wide = (QUAD, max(width, 32))
-            flat = square(32)
+            wide, flat = (QUAD, width), stacked()
             slot = plgpu.broadcasted_iota(i32, wide, 1, layout=flat)
             lists = full(wide, -1, i32, flat)
             node = t0 + plgpu.broadcasted_iota(i32, wide, 0, layout=flat)
@@ -324,9 +356,6 @@ def finish(
                 valid = index >= plan.init
                 lists = put(lists, jnp.where(valid, index, EMPTY), taken)
                 taken = taken + jnp.where(valid, 1, 0)
-            if width == 16:  # no layout has half a warp: pack the halves that are used
-                wide_s[...] = lists
-                lists = plgpu.load(wide_s.at[:, pl.ds(0, width)], layout=square(16))
             if interpret is None:
                 flat_s.reshape(QUAD, width)[...] = lists
             else:  # the interpreter cannot reshape references
@@ -372,7 +401,9 @@ def finish(
         shapes.append(jax.ShapeDtypeStruct((batch * heads, nodes, plan.slots), i32))
         width = lists_width(plan.slots)
         scratch.append(plgpu.SMEM((QUAD * width,), i32))
-        scratch += [plgpu.SMEM((QUAD, 32), i32), plgpu.SMEM((QUAD,), i32), plgpu.SMEM((QUAD,), f32)]
+        scratch += [plgpu.SMEM((QUAD,), i32), plgpu.SMEM((QUAD,), f32)]
+        depth = partials.mass.shape[2]
+        scratch += [plgpu.SMEM((group_heads, depth, QUAD), f32), plgpu.SMEM((depth, QUAD), f32)]
         if plan.group:
             merged = (batch * heads, -(-nodes // plan.group), min(plan.group * plan.slots, plan.blocks))
             shapes += [jax.ShapeDtypeStruct(merged, i32)] * 2

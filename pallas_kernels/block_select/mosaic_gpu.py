@@ -243,6 +243,7 @@ def lay_out(
             init=geometry.init_blocks,
             local=geometry.local_blocks,
             ratio=ratio,
+            steps=-(-entries // config.tile),
             per_tile=config.tile // ratio,
             spills=reach > 1,
             group=group if group in (1, 2, 4) else 0,

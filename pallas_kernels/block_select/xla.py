@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries
-from ..masking import map_query_tiles, masked_softmax
+from ..masking import einsum32, map_query_tiles, masked_softmax
 
 
 def _attend(
@@ -25,11 +25,10 @@ def _attend(
     old = jnp.arange(entries) < geometry.num_entries(length)[:, None]
     new = jnp.take_along_axis(ancestor, jnp.maximum(node, 0)[:, None], axis=2) & (node >= 0)[:, None]
     visible = jnp.concatenate([jnp.broadcast_to(old[:, None], (*new.shape[:2], entries)), new], axis=2)
-    product = {"preferred_element_type": jnp.float32}
     scores = jnp.concatenate(
         [
-            jnp.einsum("btkgd,bknd->bktgn", q, cached.k_cmp, **product),
-            jnp.einsum("btkgd,bkmd->bktgm", q, tree.k_cmp, **product),
+            einsum32("btkgd,bknd->bktgn", q, cached.k_cmp),
+            einsum32("btkgd,bkmd->bktgm", q, tree.k_cmp),
         ],
         axis=-1,
     )
@@ -37,8 +36,8 @@ def _attend(
     p_old, p_new = p[..., :entries], p[..., entries:]
     dtype = cached.v_cmp.dtype
     # Transposed afterwards: XLA's CPU backend refuses bfloat16 products whose result has the batch axes apart.
-    out = jnp.einsum("bktgn,bknd->bktgd", p_old.astype(dtype), cached.v_cmp, **product)
-    out += jnp.einsum("bktgm,bkmd->bktgd", p_new.astype(dtype), tree.v_cmp, **product)
+    out = einsum32("bktgn,bknd->bktgd", p_old.astype(dtype), cached.v_cmp)
+    out += einsum32("bktgm,bkmd->bktgd", p_new.astype(dtype), tree.v_cmp)
     return jnp.moveaxis(out, 1, 2), p_old.sum(3), p_new.sum(3)
 
 
@@ -60,7 +59,7 @@ def _select(
     # Entry c touches blocks floor(c / r) ... floor((c + o - 1) / r): a sliding sum over o, then sums of r.
     padded = jnp.pad(mass, [(0, 0)] * 3 + [(overlap - 1, max(blocks * ratio - entries, 0))])
     width = blocks * ratio
-    spread = sum(padded[..., shift : shift + width] for shift in range(overlap))
+    spread = jnp.stack([padded[..., shift : shift + width] for shift in range(overlap)]).sum(0)
     scores = spread.reshape(*spread.shape[:-1], blocks, ratio).sum(-1)
 
     own = (position // geometry.block_size)[:, None, :, None]

@@ -100,11 +100,13 @@ class Problem:
         return self.batch * self.kv_heads * sum(self.jobs[:branch])
 
 
-def splat(shape: tuple[int, ...], value: float, dtype: Any, layout: Any) -> jax.Array:
+def splat(shape: tuple[int, ...], value: float | int, dtype: Any, layout: Any) -> jax.Array:
+    """A constant array in a register layout."""
     return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
 
 
 def along_rows(vector: jax.Array) -> jax.Array:
+    """A vector over rows, for every column of a tile."""
     return lax.broadcast_in_dim(vector, (ROWS, ROWS), [0])
 
 
@@ -208,7 +210,7 @@ class Ring:
         self.k, self.v = k, v
         self.k_barriers, self.v_barriers = k_barriers, v_barriers
 
-    def fetch(self, source: Any, target: Any, barrier: Any, slot: jax.Array, rows: list[jax.Array]) -> None:
+    def fetch(self, source: Any, target: Any, barrier: Any, slot: jax.Array, rows: tuple[jax.Array, ...]) -> None:
         """Copies `pieces` runs of rows of a [rows, D] reference into a slot that all warps have read."""
         size = self.problem.block_size
         for chunk in range(self.problem.chunks):
@@ -501,9 +503,7 @@ def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any) -> Stre
             step = jnp.clip(blocks[at] - border, 0, depth - 1)
             owned = ((owners[at] >> node) & 1) == 1
             columns = [refs.block_columns[b, step, word] for word in range(count_words)]
-            return at - 1, tuple(
-                had | jnp.where(owned, word, 0) for had, word in zip(reach, columns, strict=True)
-            )
+            return at - 1, tuple(had | jnp.where(owned, word, 0) for had, word in zip(reach, columns, strict=True))
 
         none = tuple(splat((ROWS,), 0, I32, PER_ROW) for _ in words)
         _, reach = lax.while_loop(more, add, (_count(blocks, problem.union) - 1, none))
@@ -542,9 +542,7 @@ def _window(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any) -> Stream
         return _load_rows(refs.window_below, b, tile)
 
     return Stream(
-        cached=Part(
-            refs.k.at[b, k], refs.v.at[b, k], _tile_rows(problem, base), _nothing, prepare_cached, keep_cached
-        ),
+        cached=Part(refs.k.at[b, k], refs.v.at[b, k], _tile_rows(problem, base), _nothing, prepare_cached, keep_cached),
         tree=Part(
             refs.tree_k.at[b, k],
             refs.tree_v.at[b, k],
@@ -573,9 +571,7 @@ def _compressed(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any) -> St
     def keep_cached(i: jax.Array, *args: Any) -> jax.Array:
         return args[-1] < entries - i * ROWS
 
-    of_cache = Part(
-        refs.k_cmp.at[b, k], refs.v_cmp.at[b, k], _tile_rows(problem), _nothing, _nothing, keep_cached
-    )
+    of_cache = Part(refs.k_cmp.at[b, k], refs.v_cmp.at[b, k], _tile_rows(problem), _nothing, _nothing, keep_cached)
     of_tree = of_cache
     if fresh:
         of_tree = Part(

@@ -96,9 +96,7 @@ def _combine(
         tops = [_row_vector(stats_ref, 0, start) for start in starts]
         norms = [_row_vector(stats_ref, 1, start) for start in starts]
         top = functools.reduce(jnp.maximum, tops)
-        norm = functools.reduce(
-            lambda x, y: x + y, [jnp.exp2(t - top) * n for t, n in zip(tops, norms, strict=True)]
-        )
+        norm = functools.reduce(lambda x, y: x + y, [jnp.exp2(t - top) * n for t, n in zip(tops, norms, strict=True)])
         gate = plgpu.load(gates_ref.at[b, k, tile, branch], layout=PER_ROW, optimized=False)
         gate = jnp.where(norm > 0.0, gate / jnp.maximum(norm, 1e-30), 0.0)
 
@@ -236,9 +234,7 @@ def launch(
         _copy_q(problem, refs, named["q"], barrier, (b, k, tile * count), count, interpret is not None)
         stream = BRANCHES[branch](problem, refs, b, k, tile)
         q = [tiled for tiled, _ in named["q"]]
-        acc, top, norm = attend(
-            problem, named["ring"], q, barrier, named.get("p"), stream, split, splits, dtype
-        )
+        acc, top, norm = attend(problem, named["ring"], q, barrier, named.get("p"), stream, split, splits, dtype)
         head = b * problem.kv_heads + k
         first = (problem.first_partial(branch) + head * problem.jobs[branch] + j) * ROWS
         for chunk, value in enumerate(acc):
@@ -270,9 +266,7 @@ def launch(
     stats_type = jax.ShapeDtypeStruct((2, padded), F32)
     out_type = jax.ShapeDtypeStruct(inputs.q.shape, F32)
     options = {
-        "compiler_params": plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        "compiler_params": plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         "interpret": interpret,
     }
     grid = {"grid": (sum(problem.jobs), heads, batch), "grid_names": ("j", "k", "b")}
@@ -332,9 +326,9 @@ def launch(
         at = (lax.axis_index("b"), lax.axis_index("k"), lax.axis_index("i"))
         _combine(problem, at, partial_ref, stats_ref, gates_ref, out_ref, [(tiled, tiled)], True)
 
-    split = plgpu.kernel(
-        partials, out_type=[partial_type, stats_type], scratch_types=scratch_types, **grid, **options
-    )(*arrays)
+    split = plgpu.kernel(partials, out_type=[partial_type, stats_type], scratch_types=scratch_types, **grid, **options)(
+        *arrays
+    )
     return plgpu.kernel(
         combine,
         out_type=out_type,

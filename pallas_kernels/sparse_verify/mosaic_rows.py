@@ -82,9 +82,7 @@ def _pack(bits: Bool[Array, "*dims X"]) -> Int[Array, "*dims W"]:
     return jax.lax.bitcast_convert_type(words, jnp.int32)
 
 
-def _row_words(
-    bits: Bool[Array, "B T X"], tiles: int, per_tile: int, heads: int
-) -> Int[Array, "B tiles W 64"]:
+def _row_words(bits: Bool[Array, "B T X"], tiles: int, per_tile: int, heads: int) -> Int[Array, "B tiles W 64"]:
     node, valid = _rows_of(tiles, per_tile, heads, bits.shape[1])
     words = _pack(bits)[:, node] * jnp.asarray(valid[..., None], jnp.int32)
     return jnp.swapaxes(words, 2, 3)
@@ -110,9 +108,7 @@ class PassMasks:
     completed: Int[Array, "B dense W2 64"] | None
 
 
-def pass_masks(
-    queries: TreeQueries, completions: Completions | None, geometry: Geometry, tiles: RowTiles
-) -> PassMasks:
+def pass_masks(queries: TreeQueries, completions: Completions | None, geometry: Geometry, tiles: RowTiles) -> PassMasks:
     """Masks of one pass; `completions` only for kernels with a compressed branch."""
     size, heads = geometry.block_size, tiles.heads
     dense, per_dense = tiles.dense_tiles, tiles.per_dense

@@ -16,9 +16,7 @@ from .schedule import MergedSchedule, owned_by
 _START = -1e30  # a finite running maximum: a first tile that is masked whole must not give inf - inf
 
 
-def _step(
-    carry: tuple[Array, Array, Array], scores: Array, mask: Array, values: Array
-) -> tuple[Array, Array, Array]:
+def _step(carry: tuple[Array, Array, Array], scores: Array, mask: Array, values: Array) -> tuple[Array, Array, Array]:
     """One tile of running softmax: scores and mask [..., G, X], values [..., X, D]."""
     top, total, acc = carry
     new_top = jnp.maximum(top, jnp.max(jnp.where(mask, scores, -jnp.inf), axis=-1))

@@ -46,9 +46,7 @@ def merge(selected: Int[Array, "B K T S"], group: int, num_blocks: int) -> Merge
     grouped = padded.reshape(batch, kv_heads, parts, group, slots)
     width = min(group * slots, num_blocks)
 
-    flat = jnp.sort(
-        jnp.where(grouped < 0, num_blocks, grouped).reshape(batch, kv_heads, parts, group * slots), axis=-1
-    )
+    flat = jnp.sort(jnp.where(grouped < 0, num_blocks, grouped).reshape(batch, kv_heads, parts, group * slots), axis=-1)
     first = jnp.concatenate([jnp.ones_like(flat[..., :1], bool), flat[..., 1:] != flat[..., :-1]], axis=-1)
     first &= flat < num_blocks
     slot = jnp.where(first, jnp.cumsum(first, axis=-1) - 1, width)

@@ -24,13 +24,9 @@ def _ascending(blocks: Int[Array, "... S"], width: int) -> Int[Array, "... W"]:
     """Distinct non-negative blocks in ascending order, -1 padded to `width`."""
     big = jnp.iinfo(jnp.int32).max
     ordered = jnp.sort(jnp.where(blocks < 0, big, blocks), axis=-1)
-    again = jnp.concatenate(
-        [jnp.zeros_like(ordered[..., :1], bool), ordered[..., 1:] == ordered[..., :-1]], -1
-    )
+    again = jnp.concatenate([jnp.zeros_like(ordered[..., :1], bool), ordered[..., 1:] == ordered[..., :-1]], -1)
     ordered = jnp.sort(jnp.where(again, big, ordered), axis=-1)[..., :width]
-    ordered = jnp.pad(
-        ordered, [(0, 0)] * (ordered.ndim - 1) + [(0, width - ordered.shape[-1])], constant_values=big
-    )
+    ordered = jnp.pad(ordered, [(0, 0)] * (ordered.ndim - 1) + [(0, width - ordered.shape[-1])], constant_values=big)
     return jnp.where(ordered == big, -1, ordered)
 
 
@@ -125,9 +121,7 @@ def overlap(
 
     previous = jnp.maximum(index - 1, 0)
     pair = (valid & valid[:, previous] & (index > 0))[:, None]
-    raw = ratio(
-        shared(blocks, blocks[:, :, previous]), jnp.minimum(size(blocks), size(blocks[:, :, previous]))
-    )
+    raw = ratio(shared(blocks, blocks[:, :, previous]), jnp.minimum(size(blocks), size(blocks[:, :, previous])))
     loose = ratio(shared(free, free[:, :, previous]), jnp.minimum(size(free), size(free[:, :, previous])))
     leader = (index // group) * group
     member = (valid & (index != leader))[:, None]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 
 ROWS = 64  # rows of a row tile and keys of a key tile
 RESIDENT = 2  # thread blocks that fit on a multiprocessor
+CORES = 132  # multiprocessors of an H200
+LEAST_KEYS = 3  # key tiles below which a split costs more than it saves
+MAX_SPLITS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,11 +31,6 @@ class TileConfig:
     dense_nodes: int | None = None
 
 
-def _splits(tiles: int, keys: int, slots: int, least: int) -> int:
-    """Splits of `keys` key tiles that fill `slots` thread blocks with at least `least` key tiles each."""
-    return max(1, min(slots // max(tiles, 1), keys // least, 32))
-
-
 def heuristic(
     *,
     selected_tiles: int,
@@ -39,33 +38,49 @@ def heuristic(
     selected_keys: int,
     window_keys: int,
     compressed_keys: int,
-    cores: int,
+    pieces: int = 1,
+    dim: int = 128,
+    cores: int = CORES,
 ) -> TileConfig:
-    """Splits for a device without tuned values.
+    """Splits for a workload without tuned values.
 
     Args:
       selected_tiles, dense_tiles: row tiles of the whole call.
       selected_keys, window_keys, compressed_keys: expected key tiles of a row tile in each branch.
+      pieces: blocks in a key tile.
+      dim: head dim.
       cores: multiprocessors of the device.
     """
     slots = cores * RESIDENT
     work = selected_tiles * selected_keys + dense_tiles * (window_keys + compressed_keys)
-    each = max(3, -(-work // slots))  # key tiles a thread block should get
+    each = max(LEAST_KEYS, -(-work // slots))  # key tiles that a thread block should get
 
     def splits(keys: int) -> int:
-        return max(1, min(32, round(keys / each)))
+        return max(1, min(MAX_SPLITS, round(keys / each)))
 
     return TileConfig(
         selected=splits(selected_keys),
         window=splits(window_keys),
         compressed=splits(compressed_keys) if compressed_keys else 1,
+        stages=3 if pieces == 1 else 2,
     )
 
 
-def tuned(op: str, device: str, key: str) -> TileConfig | None:
-    """The measured best for a workload, if this device has one."""
-    path = pathlib.Path(__file__).parent / "tiles" / f"{device.lower().replace(' ', '_')}.json"
-    if not path.exists():
-        return None
-    entry = json.loads(path.read_text()).get(op, {}).get(key)
-    return None if entry is None else TileConfig(**entry)
+@functools.cache
+def _tuned(device: str) -> dict[str, dict[str, dict[str, int]]]:
+    path = pathlib.Path(__file__).parent / "tiles" / f"{device}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def choose(op: str, *, nodes: int, group: int, dim: int, device: str = "nvidia_h200", **workload: int) -> TileConfig:
+    """The measured configuration of an op ("verify" or "reuse") on a device, or the heuristic's.
+
+    Args:
+      op: kernel.
+      nodes, group, dim: T, C, D.
+      device: name of the file of tuned values.
+      workload: arguments of `heuristic`.
+    """
+    keys = workload["selected_tiles"], workload["dense_tiles"], workload["compressed_keys"]
+    entry = _tuned(device).get(op, {}).get(f"T{nodes} C{group} D{dim} " + " ".join(map(str, keys)))
+    return TileConfig(**entry) if entry else heuristic(dim=dim, **workload)

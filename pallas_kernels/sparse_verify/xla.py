@@ -34,9 +34,9 @@ def selected_attention(
     width = schedule.blocks.shape[3]
     own = owned_by(schedule)  # B K P C U
     tree_block = queries.position // size
-    in_tree = (
-        (schedule.blocks[..., None, :, None] == tree_block[:, None, None, None, None]) & own[..., None]
-    ).any(-2)  # B K P C T
+    in_tree = ((schedule.blocks[..., None, :, None] == tree_block[:, None, None, None, None]) & own[..., None]).any(
+        -2
+    )  # B K P C T
     pad = parts * count - nodes
     ancestor = jnp.pad(queries.ancestor, [(0, 0), (0, pad), (0, 0)]).reshape(batch, 1, parts, count, nodes)
     in_tree &= ancestor
@@ -54,9 +54,7 @@ def selected_attention(
         if gather:
             at = jnp.maximum(blocks, 0).reshape(batch, kv_heads, groups * width)
             k, v = (
-                jnp.take_along_axis(x, at[..., None, None], axis=2).reshape(
-                    batch, kv_heads, groups, width * size, dim
-                )
+                jnp.take_along_axis(x, at[..., None, None], axis=2).reshape(batch, kv_heads, groups, width * size, dim)
                 for x in (paged_k, paged_v)
             )
             row = blocks[..., None] * size + jnp.arange(size)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from safetensors import safe_open
 
-from ssv_jax.models import eagle3
+from ssv_jax.models import eagle3, llama
 from ssv_jax.models.config import LlamaConfig, RopeConfig
 from ssv_jax.models.eagle3_config import Eagle3Config
 
@@ -59,6 +59,15 @@ def random_head(config: Eagle3Config, seed: int = 0) -> dict[str, np.ndarray]:
         chosen = rng.permutation(config.vocab_size)[: config.draft_vocab_size]
         params["target_ids"] = np.sort(chosen).astype(np.int32)
     return params
+
+
+def random_target(seed: int = 2) -> dict[str, np.ndarray]:
+    """Parameters of the target; drawing them in numpy spares compiling its initialisation."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: (rng.normal(size=shape) * 0.3 + name.endswith("scale")).astype(np.float32)
+        for name, shape in llama.param_shapes(TARGET).items()
+    }
 
 
 def random_embedding(config: Eagle3Config, seed: int = 1) -> np.ndarray:

@@ -14,9 +14,18 @@ from ssv_jax.models import eagle3
 from ssv_jax.models.cache import Cache, init_cache
 from ssv_jax.models.eagle3_config import Eagle3Config, default_taps, resolve_taps
 from ssv_jax.models.eagle3_loading import export_eagle3
-from ssv_jax.models.llama import PassOptions, build, random_params
+from ssv_jax.models.llama import PassOptions, build
 from ssv_jax.pallas_kernels import ShapeError, chain
-from tests.models.eagle3_numpy import HEADS, PLAIN, TARGET, NumpyHead, as_jax, random_embedding, random_head
+from tests.models.eagle3_numpy import (
+    HEADS,
+    PLAIN,
+    TARGET,
+    NumpyHead,
+    as_jax,
+    random_embedding,
+    random_head,
+    random_target,
+)
 
 LENGTH = 7
 
@@ -38,21 +47,24 @@ def test_a_chain_of_pairs_equals_the_numpy_head(tmp_path, name, window):
     tokens = rng.integers(0, config.vocab_size, LENGTH)
     head = merged(config, params)
     table = params["embed/embedding"] if config.own_embedding else embedding
-    features, trees = head(
-        jnp.asarray(table[tokens])[None],
-        head.fuse(tuple(jnp.asarray(tap)[None] for tap in taps)),
-        chain(jnp.zeros((1,), jnp.int32), LENGTH),
-        eagle3.init_draft_cache(config, 16, batch=1, dtype=jnp.float32),
-        options=eagle3.DraftOptions(window=window),
-    )
+
+    @jax.jit
+    def run(embedded, taps):
+        queries = chain(jnp.zeros((1,), jnp.int32), LENGTH)
+        cache = eagle3.init_draft_cache(config, 16, batch=1, dtype=jnp.float32)
+        options = eagle3.DraftOptions(window=window)
+        features, trees = head(embedded, head.fuse(taps), queries, cache, options=options)
+        return features, trees, head.logits(features)
+
+    features, trees, logits = run(jnp.asarray(table[tokens])[None], tuple(jnp.asarray(tap)[None] for tap in taps))
     pairs = oracle.prefill(taps, tokens, window or 10**9)
     np.testing.assert_allclose(features[0], [pair.feature for pair in pairs], rtol=2e-5, atol=3e-4)
-    log_p = jax.nn.log_softmax(head.logits(features))
+    log_p = jax.nn.log_softmax(logits)
     np.testing.assert_allclose(log_p[0], [oracle.log_p(pair.feature) for pair in pairs], rtol=2e-5, atol=3e-4)
     for layer, tree in enumerate(trees):
         keys = np.stack([pair.keys[layer] for pair in pairs], axis=1)
         np.testing.assert_allclose(tree.k[0], keys, rtol=2e-5, atol=3e-4)
-    assert head.logits(features).dtype == jnp.float32
+    assert logits.dtype == jnp.float32
     np.testing.assert_array_equal(head.to_target(jnp.arange(config.draft_vocab_size)), oracle.ids)
 
 
@@ -80,7 +92,7 @@ def test_fault_8_rotary_angles_beyond_the_trained_length(tmp_path, position):
 
 def test_fault_10_taps_are_the_streams_after_so_many_layers():
     # A target cut after k layers ends with the stream that tap k names; both conventions lead to the same streams.
-    params = random_params(TARGET, seed=3)
+    params = as_jax(random_target())
     tokens = jnp.asarray([[5, 9, 2, 30]])
     taps = default_taps(TARGET.num_layers)
     assert resolve_taps(None, 7) == resolve_taps([2, 3, 4], 7) == resolve_taps([1, 2, 3], 7) == taps == (2, 3, 4)
@@ -130,7 +142,7 @@ def test_the_vocabulary_map_stays_an_integer_table():
     graphdef, state = eagle3.build(PLAIN, random_head(PLAIN), jnp.bfloat16)
     head = nnx.merge(graphdef, state)
     assert head.target_ids[...].dtype == jnp.int32 and head.fc.kernel[...].dtype == jnp.bfloat16
-    assert hash(graphdef) == hash(eagle3.build(PLAIN, eagle3.random_params(PLAIN), jnp.bfloat16)[0])
+    assert hash(graphdef) == hash(eagle3.build(PLAIN, random_head(PLAIN, seed=1), jnp.bfloat16)[0])
     trained = nnx.to_flat_state(nnx.state(head, nnx.Param))
     assert all("target_ids" not in path for path, _ in trained)
 
@@ -146,8 +158,14 @@ def test_training_sees_finite_gradients():
         out, _ = head(jnp.ones((1, 3, 12)), head.fuse(taps), chain(jnp.zeros((1,), jnp.int32), 3), cache)
         return jax.nn.log_softmax(head.logits(out))[..., 0].sum()
 
-    gradients = jax.grad(loss)(params)
+    gradients = jax.jit(jax.grad(loss))(params)
     assert all(np.isfinite(x).all() and np.abs(x).max() > 0 for x in gradients.values())
+
+
+def test_random_parameters_have_the_documented_names():
+    params = eagle3.random_params(PLAIN, seed=1)
+    assert {name: x.shape for name, x in params.items()} == eagle3.param_shapes(PLAIN)
+    assert params["target_ids"].tolist() == list(range(17))
 
 
 def test_cache_is_the_targets_kind():

@@ -20,10 +20,20 @@ from ssv_jax.models import eagle3
 from ssv_jax.models.eagle3_config import Eagle3Config
 from ssv_jax.models.eagle3_loading import export_eagle3
 from ssv_jax.models.errors import CheckpointError
-from ssv_jax.models.llama import build, random_params
+from ssv_jax.models.llama import build
 from ssv_jax.sampling import Sampling
 from ssv_jax.tree import DraftTree, ancestors, depths, flatten
-from tests.models.eagle3_numpy import HEADS, PLAIN, TARGET, NumpyHead, as_jax, random_embedding, random_head, tree_of
+from tests.models.eagle3_numpy import (
+    HEADS,
+    PLAIN,
+    TARGET,
+    NumpyHead,
+    as_jax,
+    random_embedding,
+    random_head,
+    random_target,
+    tree_of,
+)
 
 CAPACITY = 24
 
@@ -53,7 +63,7 @@ def setup(tmp_path_factory):
         directory = tmp_path_factory.mktemp(name) / "head"
         export_eagle3(directory, config, params)
         embedding = random_embedding(config)
-        target = random_params(TARGET) | {"embed/embedding": jnp.asarray(embedding)}
+        target = as_jax(random_target() | {"embed/embedding": embedding})
         graphdef, state = eagle3.build(config, params)
         return Setup(
             config, Params(target=build(TARGET, target)[1], draft=state), graphdef, NumpyHead(directory, embedding)
@@ -279,7 +289,7 @@ def test_a_full_cache_keeps_its_last_rows(setup):
 def test_faults_13_and_14_through_the_decode_loop(setup):
     # The loop's own rounds: lengths agree after each, and greedy tokens are those of autoregressive decoding.
     made = setup()
-    target = build(TARGET, random_params(TARGET))[0]
+    target = build(TARGET, as_jax(random_target()))[0]
     prompts, lengths = jnp.asarray([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]], jnp.int32), jnp.asarray([5, 3], jnp.int32)
     outputs = []
     for drafter in (NoDrafter(), made.dynamic()):
@@ -307,7 +317,7 @@ def test_trees_larger_than_their_pool_are_refused():
     check_tree(depth=6, top_k=8, nodes=393)
     with pytest.raises(ValueError, match=r"nodes=394 .* = 392 candidates: use nodes <= 393"):
         check_tree(depth=6, top_k=8, nodes=394)
-    for bad in ({"depth": 0}, {"top_k": 0}, {"nodes": 1}, {"nodes": True}, {"depth": 2.0}):
+    for bad in ({"depth": 0}, {"top_k": 0}, {"nodes": 1}, {"nodes": True}):
         with pytest.raises(ValueError, match="must be an integer"):
             check_tree(**({"depth": 1, "top_k": 2, "nodes": 3} | bad))
 

@@ -1,0 +1,126 @@
+"""Selected and window branch on NVIDIA Hopper, in one launch.
+
+Exactness: sets and masks are those of the definition; the output differs from it by the rounding of probabilities to
+the inputs' dtype (about 1.3e-3 in relative norm for bfloat16). Repeated calls give the same bits. Splits depend on
+the shape of the call, so the same node in a pass of another size can differ by rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ..block_select.mosaic_gpu import require_hopper
+from ..errors import UnsupportedKernelError
+from ..layout import CachedKV, Geometry, TreeKV, TreeQueries
+from . import tiles
+from .mosaic_kernel import attention
+from .mosaic_rows import ROWS, row_tiles
+from .schedule import MergedSchedule
+
+MAX_HEADS = 16
+MAX_UNION = 1024
+MAX_NODES = 4096  # longer passes are prefill: tile them outside
+
+
+def require_supported(
+    q: Float[Array, "B T K G D"], cached: CachedKV, tree: TreeKV, schedule: MergedSchedule, geometry: Geometry
+) -> None:
+    """Raises `UnsupportedKernelError` for shapes and dtypes that the kernel does not cover."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise UnsupportedKernelError(f"needs bfloat16 or float16 queries, got {q.dtype}")
+    for name in ("k", "v", "k_cmp", "v_cmp"):
+        for owner, array in (("cached", getattr(cached, name)), ("tree", getattr(tree, name))):
+            if array.dtype != q.dtype:
+                raise UnsupportedKernelError(f"needs {owner}.{name} in the queries' {q.dtype}, got {array.dtype}")
+    if q.shape[-1] not in (64, 128):
+        raise UnsupportedKernelError(f"needs head dim 64 or 128, got {q.shape[-1]}")
+    if q.shape[-2] > MAX_HEADS:
+        raise UnsupportedKernelError(f"needs at most {MAX_HEADS} heads per KV head, got {q.shape[-2]}")
+    if q.shape[1] > MAX_NODES:
+        raise UnsupportedKernelError(f"needs at most {MAX_NODES} nodes, got {q.shape[1]}")
+    if geometry.block_size not in (8, 16, 32, 64):
+        raise UnsupportedKernelError(f"needs a block_size of 8, 16, 32 or 64, got {geometry.block_size}")
+    if schedule.blocks.shape[-1] > MAX_UNION:
+        raise UnsupportedKernelError(f"needs at most {MAX_UNION} blocks per group, got {schedule.blocks.shape[-1]}")
+
+
+def choose(
+    q: Float[Array, "B T K G D"], cached: CachedKV, schedule: MergedSchedule, geometry: Geometry, *, compressed: bool
+) -> tiles.TileConfig:
+    """Tile configuration of a call: the device's measured one, or the heuristic's."""
+    batch, nodes, kv_heads, heads, dim = q.shape
+    rows = row_tiles(nodes, heads, schedule.group)
+    pieces = ROWS // geometry.block_size
+    tree = -(-nodes // ROWS)
+    chosen = geometry.selection_width(cached.capacity)
+    union = min(schedule.blocks.shape[-1], chosen + (schedule.group - 1) * -(-chosen // 4))
+    return tiles.choose(
+        "reuse" if compressed else "verify",
+        nodes=nodes,
+        group=schedule.group,
+        dim=dim,
+        pieces=pieces,
+        selected_tiles=batch * kv_heads * rows.tiles,
+        dense_tiles=batch * kv_heads * rows.dense_tiles,
+        selected_keys=-(-union // pieces) + tree,
+        window_keys=min(geometry.window, cached.capacity) // ROWS + 1 + tree,
+        compressed_keys=-(-cached.k_cmp.shape[2] // ROWS) + 1 if compressed else 0,
+    )
+
+
+def sparse_verify(
+    q: Float[Array, "B T K G D"],
+    cached: CachedKV,
+    tree: TreeKV,
+    queries: TreeQueries,
+    schedule: MergedSchedule,
+    gates: Float[Array, "B T K G 3"],
+    *,
+    geometry: Geometry,
+    scale: float,
+) -> Float[Array, "B T K G D"]:
+    """Gated sum of the selected and the window branch, in float32, on a Hopper GPU."""
+    require_hopper()
+    return lowered(q, cached, tree, queries, schedule, gates, geometry=geometry, scale=scale)
+
+
+def lowered(
+    q: Float[Array, "B T K G D"],
+    cached: CachedKV,
+    tree: TreeKV,
+    queries: TreeQueries,
+    schedule: MergedSchedule,
+    gates: Float[Array, "B T K G 3"],
+    *,
+    geometry: Geometry,
+    scale: float,
+    compressed: bool = False,
+    config: tiles.TileConfig | None = None,
+    interpret: Any = None,
+) -> Float[Array, "B T K G D"]:
+    """As `sparse_verify`, without a look at the device: it can be lowered for CUDA, or interpreted, anywhere.
+
+    Args:
+      q, cached, tree, queries, schedule, gates, geometry, scale: as the op.
+      compressed: whether to add the compressed branch.
+      config: tile configuration, by default the one of `choose`.
+      interpret: parameters of the interpreter, or None.
+    """
+    require_supported(q, cached, tree, schedule, geometry)
+    config = choose(q, cached, schedule, geometry, compressed=compressed) if config is None else config
+    return attention(
+        q,
+        cached,
+        tree,
+        queries,
+        schedule,
+        gates,
+        geometry=geometry,
+        scale=scale,
+        compressed=compressed,
+        config=config,
+        interpret=interpret,
+    )

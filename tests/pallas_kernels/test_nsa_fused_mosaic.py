@@ -1,0 +1,88 @@
+"""Refresh and reuse layers on Hopper: interpreted on the CPU, lowered for CUDA, run on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
+import pytest
+
+from ssv_jax.pallas_kernels import UnsupportedKernelError
+from tests.pallas_kernels.mosaic_inputs import Call, abstract_call, make_call, op_module, relative_error
+
+ops = op_module("nsa_fused.mosaic_gpu")
+reference = op_module("nsa_fused.reference")
+cases = op_module("nsa_fused.cases")
+tiles = op_module("sparse_verify.tiles")
+
+
+def config_of(work: Any) -> Any:
+    selected, window, compressed = work.splits
+    return tiles.TileConfig(selected=selected, window=window, compressed=compressed, stages=work.stages)
+
+
+def reuse(call: Call, config: Any, interpret: Any = None) -> jax.Array:
+    arguments = (call.q, call.cached, call.tree, call.queries, call.gates, call.selection)
+    options = {"geometry": call.geometry, "scale": call.scale}
+    return ops.lowered_reuse(*arguments, **options, config=config, interpret=interpret)
+
+
+def definition(call: Call) -> jax.Array:
+    arguments = (call.q, call.cached, call.tree, call.queries, call.gates, call.selection)
+    return reference.reuse_attention(*arguments, geometry=call.geometry, scale=call.scale)
+
+
+@pytest.mark.parametrize("name", ["full_cache", "one_row"])
+def test_interpreted_reuse_layer_follows_the_definition(name):
+    """Entries past the length or of another path; a branch without keys; gates in another order."""
+    work = cases.SMALL[name]
+    call = make_call(work)
+    got = reuse(call, config_of(work), plgpu.InterpretGPUParams())
+    assert relative_error(got, definition(call)) < cases.TOLERANCE[work.dtype]
+
+
+@pytest.mark.parametrize("name", ["decode_64k", "tree5_64k", "tree65_64k", "sixteen_heads"])
+def test_reuse_layer_lowers_to_one_kernel(name):
+    """What the interpreter accepts and the compiler refuses; a second launch."""
+    call = abstract_call(cases.LOWERED[name])
+    text = jax.jit(lambda call: reuse(call, None)).trace(call).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("name", ["decode_64k", "tree65_64k"])
+def test_refresh_layer_lowers(name):
+    """Shapes of the selection's kernels that do not fit the next kernel; more launches than were counted."""
+    work = cases.LOWERED[name]
+    call = abstract_call(work)
+
+    def refresh(call: Call) -> Any:
+        arguments = (call.q, call.cached, call.tree, call.queries, call.gates)
+        options = {"geometry": call.geometry, "scale": call.scale, "group": work.group}
+        return ops.lowered_refresh(*arguments, **options)
+
+    text = jax.jit(refresh).trace(call).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") <= (3 if work.group in (1, 2, 4) else 4)
+
+
+def test_other_devices_are_refused_with_a_reason():
+    """A crash, or a silent portable run, where a kernel was asked for by name."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("needs a machine without a GPU")
+    call = make_call(cases.SMALL["decode"])
+    arguments = (call.q, call.cached, call.tree, call.queries, call.gates, call.selection)
+    with pytest.raises(UnsupportedKernelError, match="GPU"):
+        ops.reuse_attention(*arguments, geometry=call.geometry, scale=call.scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", cases.SMALL)
+def test_reuse_layer_on_a_gpu(name):
+    """Everything that the interpreter does not model: copies, barriers, the arrival of the last block."""
+    call = make_call(cases.SMALL[name])
+    function = jax.jit(lambda call: reuse(call, config_of(cases.SMALL[name])))
+    first = np.asarray(function(call))
+    assert relative_error(first, definition(call)) < cases.TOLERANCE[cases.SMALL[name].dtype]
+    for _ in range(20):
+        np.testing.assert_array_equal(first, np.asarray(function(call)))
