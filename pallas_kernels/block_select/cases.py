@@ -64,7 +64,9 @@ INTERPRETED = {
         nodes=3, heads=16, dim=64, capacity=2048, lengths=(20, 2043), tree="chain", dtype="float16", group=3
     ),
     "stride 8": Case(nodes=4, heads=1, dim=64, capacity=1024, lengths=(1000,), geometry=SMALL_STRIDE, group=4),
-    "one entry per block": Case(nodes=2, heads=2, dim=64, capacity=2048, lengths=(2040,), geometry=EQUAL_SIZES, group=2),
+    "one entry per block": Case(
+        nodes=2, heads=2, dim=64, capacity=2048, lengths=(2040,), geometry=EQUAL_SIZES, group=2
+    ),
     "no entry": Case(nodes=2, heads=2, dim=64, capacity=2048, lengths=(5,), group=2),
 }
 

@@ -81,12 +81,15 @@ class Model:
     params: Params
 
 
+def raw_params(name: str, seed: int = 0) -> dict[str, jax.Array]:
+    params = random_params(MODELS[name], seed)
+    return {name: array * (8.0 if array.ndim > 1 else 1.0) for name, array in params.items()}
+
+
 @functools.cache
 def model(name: str, seed: int = 0) -> Model:
     config = MODELS[name]
-    params = random_params(config, seed)
-    params = {name: array * (8.0 if array.ndim > 1 else 1.0) for name, array in params.items()}
-    graphdef, state = build(config, params)
+    graphdef, state = build(config, raw_params(name, seed))
     return Model(config, graphdef, Params(target=state))
 
 
@@ -110,6 +113,7 @@ def run(
     rounds: int = 64,
     seed: int = 0,
     limits: list[int] | None = None,
+    dtype: object = jnp.float32,
 ) -> tuple[list[list[int]], DecodeState]:
     """Emitted tokens of every sequence, first one included, and the final state."""
     lengths = [len(prompt) for prompt in prompts]
@@ -123,6 +127,7 @@ def run(
         max_new_tokens=max_new_tokens,
         key=jax.random.key(seed),
         capacity=capacity,
+        dtype=dtype,
     )
     if limits is not None:
         state = dataclasses.replace(state, limit=jnp.minimum(state.limit, jnp.asarray(limits, jnp.int32)))
@@ -181,3 +186,20 @@ def script_for(
 
 def plan(interval: int, layers: int) -> LayerPlan:
     return LayerPlan.every(layers, interval)
+
+
+def margin(target: Model, tokens: list[int], one: int, other: int, *, capacity: int) -> float:
+    """How far apart two next tokens' logits are after `tokens`, in a plain pass of the model's own dtype."""
+    state = init_state(
+        decoding(target),
+        jnp.asarray([tokens + [0] * (capacity - len(tokens))], jnp.int32),
+        jnp.asarray([len(tokens)], jnp.int32),
+        max_new_tokens=1,
+        key=jax.random.key(0),
+        capacity=capacity,
+        dtype=jnp.bfloat16,
+    )
+    logits = None
+    for _ in range(-(-len(tokens) // CHUNK)):
+        state, logits = prefill_chunk(decoding(target), target.params, state, CHUNK)
+    return abs(float(logits[0, one] - logits[0, other]))

@@ -1,0 +1,208 @@
+"""The Hopper kernels of the compressed branch: interpreted against the definition, lowered for CUDA, run on a GPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ssv_jax.pallas_kernels import (
+    CachedKV,
+    Geometry,
+    TreeKV,
+    TreeQueries,
+    UnsupportedKernelError,
+    block_select,
+    completions,
+    compressed_attention,
+    merge,
+)
+from ssv_jax.pallas_kernels.block_select import cases, mosaic_gpu, reference
+from ssv_jax.pallas_kernels.block_select.cases import Case
+from ssv_jax.pallas_kernels.block_select.mosaic_attend import AttendConfig
+
+POISON = 3e4  # where nothing may read: large, but finite in float16
+
+
+def random_tree(
+    rng: np.random.Generator, batch: int, nodes: int, kind: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    parent = np.full((batch, nodes), -1, np.int32)
+    depth = np.zeros((batch, nodes), np.int32)
+    ancestor = np.zeros((batch, nodes, nodes), bool)
+    for b in range(batch):
+        for t in range(nodes):
+            ancestor[b, t, t] = True
+            if t:
+                parent[b, t] = {"chain": t - 1, "star": 0}.get(kind, int(rng.integers(max(0, t - 3), t)))
+                depth[b, t] = depth[b, parent[b, t]] + 1
+                ancestor[b, t] |= ancestor[b, parent[b, t]]
+    return parent, depth, ancestor
+
+
+def inputs(case: Case, seed: int = 0) -> tuple[jax.Array, CachedKV, TreeKV, TreeQueries]:
+    """Random arguments; what nothing may read is poisoned."""
+    rng = np.random.default_rng(seed)
+    geometry, batch, dtype = case.geometry, len(case.lengths), jnp.dtype(case.dtype)
+    parent, depth, ancestor = random_tree(rng, batch, case.nodes, case.tree)
+    length = np.asarray(case.lengths, np.int32)
+    queries = TreeQueries(
+        length=jnp.asarray(length),
+        position=jnp.asarray(length[:, None] + depth, jnp.int32),
+        ancestor=jnp.asarray(ancestor),
+        parent=jnp.asarray(parent),
+    )
+    done = completions(queries, geometry)
+
+    def draw(seen: np.ndarray) -> jax.Array:
+        values = rng.standard_normal((batch, case.kv_heads, seen.shape[1], case.dim))
+        return jnp.asarray(np.where(seen[:, None, :, None], values, POISON), dtype)
+
+    entries = geometry.entries(case.capacity)
+    seen = np.arange(entries) < np.asarray([geometry.entries(int(n)) for n in length])[:, None]
+    blank = jnp.zeros((batch, case.kv_heads, case.capacity, case.dim), dtype)
+    cached = CachedKV(k=blank, v=blank, k_cmp=draw(seen), v_cmp=draw(seen))
+    mine = jnp.zeros((batch, case.kv_heads, case.nodes, case.dim), dtype)
+    present = np.asarray(done.node) >= 0
+    tree = TreeKV(k=mine, v=mine, k_cmp=draw(present), v_cmp=draw(present), completions=done)
+    q = jnp.asarray(rng.standard_normal((batch, case.nodes, case.kv_heads, case.heads, case.dim)), dtype)
+    return q, cached, tree, queries
+
+
+def check(case: Case, result: mosaic_gpu.Selected, args: tuple, scale: float) -> None:
+    want, blocks = reference.block_select(*args, geometry=case.geometry, scale=scale)
+    error = jnp.linalg.norm(result.out - want) / jnp.maximum(jnp.linalg.norm(want), 1e-30)
+    assert float(error) < cases.OUTPUT_TOLERANCE[case.dtype]
+    np.testing.assert_array_equal(result.blocks, blocks)  # the seeds leave no gap below the tolerance
+    if case.group:
+        schedule = merge(blocks, case.group, case.capacity // case.geometry.block_size)
+        np.testing.assert_array_equal(result.merged, schedule.blocks)
+        np.testing.assert_array_equal(result.owners, schedule.owners)
+
+
+def config_of(case: Case) -> AttendConfig:
+    return AttendConfig(tile=case.tile, splits=case.splits, warpgroups=case.warpgroups, stages=2)
+
+
+@pytest.mark.parametrize("name", cases.INTERPRETED)
+def test_interpreted_kernels_equal_the_definition(name: str) -> None:
+    # Not under jit: the interpreter's threads and a jitted caller can wait for each other on two cores.
+    case = cases.INTERPRETED[name]
+    args = inputs(case)
+    scale = case.dim**-0.5
+    result = mosaic_gpu.select_and_attend(
+        *args,
+        geometry=case.geometry,
+        scale=scale,
+        group=case.group,
+        config=config_of(case),
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    check(case, result, args, scale)
+
+
+def test_interpreted_attention_alone_has_the_same_bits() -> None:
+    case = cases.INTERPRETED["no entry"]
+    args = inputs(case)
+    run = functools.partial(
+        mosaic_gpu.select_and_attend,
+        *args,
+        geometry=case.geometry,
+        scale=0.1,
+        config=config_of(case),
+        interpret=plgpu.InterpretGPUParams(),
+    )
+    np.testing.assert_array_equal(run(select=False).out, run().out)
+    np.testing.assert_array_equal(run(select=False).out, 0)
+
+
+@pytest.mark.parametrize("select", [True, False], ids=["select", "attention alone"])
+@pytest.mark.parametrize("name", cases.LOWERED)
+def test_kernels_lower_for_cuda(name: str, select: bool) -> None:
+    case = cases.LOWERED[name]
+    arguments = jax.eval_shape(functools.partial(inputs_abstract, case))
+
+    def run(*args: object) -> object:
+        result = mosaic_gpu.select_and_attend(
+            *args, geometry=case.geometry, scale=0.1, group=case.group if select else 0, select=select
+        )
+        return result.out, result.blocks, result.merged, result.owners
+
+    text = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+
+
+def inputs_abstract(case: Case) -> tuple[jax.Array, CachedKV, TreeKV, TreeQueries]:
+    """Arguments of a case's shapes, without values worth looking at."""
+    batch, dtype, geometry = len(case.lengths), jnp.dtype(case.dtype), case.geometry
+    queries = TreeQueries(
+        length=jnp.zeros((batch,), jnp.int32),
+        position=jnp.zeros((batch, case.nodes), jnp.int32),
+        ancestor=jnp.zeros((batch, case.nodes, case.nodes), bool),
+        parent=jnp.zeros((batch, case.nodes), jnp.int32),
+    )
+    done = completions(queries, geometry)
+
+    def zeros(rows: int) -> jax.Array:
+        return jnp.zeros((batch, case.kv_heads, rows, case.dim), dtype)
+
+    entries, slots = geometry.entries(case.capacity), done.node.shape[1]
+    cached = CachedKV(k=zeros(case.capacity), v=zeros(case.capacity), k_cmp=zeros(entries), v_cmp=zeros(entries))
+    tree = TreeKV(k=zeros(case.nodes), v=zeros(case.nodes), k_cmp=zeros(slots), v_cmp=zeros(slots), completions=done)
+    q = jnp.zeros((batch, case.nodes, case.kv_heads, case.heads, case.dim), dtype)
+    return q, cached, tree, queries
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": "float32"}, "float32"),
+        ({"dim": 32}, "head dim"),
+        ({"heads": 17}, "heads per KV head"),
+    ],
+)
+def test_what_the_kernels_do_not_cover_is_refused(change: dict, reason: str) -> None:
+    fields = {"nodes": 2, "heads": 2, "dim": 64, "capacity": 2048, "lengths": (100,)} | change
+    args = inputs(Case(**fields))
+    with pytest.raises(UnsupportedKernelError, match=reason):
+        mosaic_gpu.select_and_attend(*args, geometry=cases.DEFAULT, scale=0.1)
+
+
+def test_forced_blocks_must_fit() -> None:
+    geometry = Geometry(
+        kernel_size=32, kernel_stride=16, block_size=64, n_blocks=2, init_blocks=1, local_blocks=2, window=64
+    )
+    args = inputs(Case(nodes=2, heads=2, dim=64, capacity=2048, lengths=(100,), geometry=geometry))
+    with pytest.raises(UnsupportedKernelError, match="forced"):
+        mosaic_gpu.select_and_attend(*args, geometry=geometry, scale=0.1)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU is there")
+@pytest.mark.parametrize("op", [mosaic_gpu.block_select, mosaic_gpu.compressed_attention])
+def test_without_a_gpu_the_kernels_are_refused(op: object) -> None:
+    case = cases.INTERPRETED["no entry"]
+    with pytest.raises(UnsupportedKernelError, match="GPU"):
+        op(*inputs(case), geometry=case.geometry, scale=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", cases.INTERPRETED)
+def test_on_a_gpu_kernels_equal_the_definition_twice(name: str) -> None:
+    case = cases.INTERPRETED[name]
+    args = inputs(case, seed=1)
+    scale = case.dim**-0.5
+    run = jax.jit(
+        lambda *a: mosaic_gpu.select_and_attend(*a, geometry=case.geometry, scale=scale, group=case.group).out
+    )
+    np.testing.assert_array_equal(run(*args), run(*args))
+    with jax.default_matmul_precision("highest"):
+        result = mosaic_gpu.select_and_attend(*args, geometry=case.geometry, scale=scale, group=case.group)
+        check(case, result, args, scale)
+        alone = compressed_attention(*args, geometry=case.geometry, scale=scale, implementation="mosaic_gpu")
+        out, blocks = block_select(*args, geometry=case.geometry, scale=scale, implementation="mosaic_gpu")
+    np.testing.assert_array_equal(alone, out)
+    np.testing.assert_array_equal(blocks, result.blocks)
