@@ -48,6 +48,7 @@ class Problem:
       scale: multiplies q . k.
       splits: splits of each branch, in the order selected, window, compressed (absent without that branch).
       stages: key tiles in the ring.
+      fused: whether the last block at a row tile sums its splits, or a launch of its own does.
     """
 
     batch: int
@@ -63,6 +64,7 @@ class Problem:
     scale: float
     splits: tuple[int, ...]
     stages: int
+    fused: bool
 
     @property
     def chunks(self) -> int:
@@ -222,7 +224,10 @@ class Ring:
                 )
 
 
-@dataclasses.dataclass(frozen=True)
+Words = tuple[jax.Array, jax.Array]  # which of 64 columns each row sees: a word for the lower half, one for the upper
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
     """A run of key tiles: those of the cache, or those of the tree.
 
@@ -230,8 +235,7 @@ class Part:
       k, v: [rows, D] references.
       rows: scalars of a tile: the first row of each of its pieces.
       bounds: scalars of a tile that its mask needs. Both are read one step ahead, off the critical path.
-      prepare: row vectors that the masks need, read while the first copies are under way.
-      keep: mask of a tile from (tile, bounds, what `prepare` gave, columns).
+      words: mask of a tile from (tile, bounds).
       bias: for tiles without masked keys, what to add to the scores of each row from (bounds); None for nothing.
     """
 
@@ -239,8 +243,7 @@ class Part:
     v: Any
     rows: Callable[[jax.Array], tuple[jax.Array, ...]]
     bounds: Callable[[jax.Array], tuple[jax.Array, ...]]
-    prepare: Callable[[], Any]
-    keep: Callable[[jax.Array, tuple[jax.Array, ...], Any, jax.Array], jax.Array]
+    words: Callable[[jax.Array, tuple[jax.Array, ...]], Words]
     bias: Callable[[tuple[jax.Array, ...]], jax.Array] | None = None
 
 
@@ -250,17 +253,13 @@ class Stream:
 
     Args:
       cached, tree: the two runs.
-      count: number of cached tiles.
-      full: how many of them, from the first, have no masked keys (but perhaps masked rows).
-      valid: whether a tile is a cached one, cheaper than `count`.
+      counts: number of cached tiles, and how many of them, from the first, have no masked keys (but maybe rows).
       tree_tiles: number of tree tiles.
     """
 
     cached: Part
     tree: Part
-    count: Callable[[], jax.Array]
-    full: Callable[[], jax.Array] | None
-    valid: Callable[[jax.Array], jax.Array]
+    counts: Callable[[], tuple[jax.Array, jax.Array]]
     tree_tiles: int
 
 
@@ -282,50 +281,39 @@ def attend(
     def tile_of(item: Any) -> jax.Array:
         return split + item * splits
 
-    def copy(which: int, part: Part, slot: jax.Array, rows: tuple[jax.Array, ...]) -> None:
-        target, barriers = (ring.k, ring.k_barriers) if which == 0 else (ring.v, ring.v_barriers)
-        ring.fetch((part.k, part.v)[which], target, barriers[slot], slot, rows)
-
-    def first_copies(item: jax.Array, _: Any) -> Any:
-        tile = tile_of(item)
-        rows = cached.rows(tile)
-
-        @pl.when(stream.valid(tile))
-        def _() -> None:
-            for which in (0, 1):
-                copy(which, cached, item, rows)
-
-        return _
-
-    lax.fori_loop(0, stages, first_copies, None)
-    count = stream.count()
+    # Everything that the first copies wait for, in one round trip to memory.
+    ahead = [cached.rows(tile_of(stage)) for stage in range(stages + 1)]
+    bounds = cached.bounds(tile_of(0))
+    count, full = stream.counts()
 
     def share(tiles: Any) -> jax.Array:
         return lax.div(jnp.maximum(tiles - split, 0) + splits - 1, jnp.int32(splits))
 
     ours, total = share(count), share(count + stream.tree_tiles)
+    begin = jnp.minimum(share(full), ours)
 
-    def first_tree_copies(item: jax.Array, _: Any) -> Any:
-        for which in (0, 1):
-            copy(which, tree, item, tree.rows(tile_of(item) - count))
-        return _
+    def fetch(which: int, item: Any, rows: tuple[jax.Array, ...] | None) -> None:
+        """Fills the slot of an item, which all warps have read; `rows` of a cached tile."""
+        slot = lax.rem(jnp.int32(item), jnp.int32(stages))
+        target, barriers = (ring.k, ring.k_barriers) if which == 0 else (ring.v, ring.v_barriers)
 
-    lax.fori_loop(jnp.minimum(ours, stages), jnp.minimum(total, stages), first_tree_copies, None)
-
-    def fetch(which: int, item: jax.Array, rows: tuple[jax.Array, ...] | None) -> None:
-        """Refills the slot of item - stages, which all warps have read."""
-        slot = lax.rem(item, jnp.int32(stages))
-        if p_ref is None:
-            sync()
-        if rows is not None:
-
-            @pl.when(item < ours)
-            def _cached() -> None:
-                copy(which, cached, slot, rows)
+        @pl.when(item < ours)
+        def _cached() -> None:
+            ring.fetch((cached.k, cached.v)[which], target, barriers[slot], slot, rows)
 
         @pl.when((item >= ours) & (item < total))
         def _tree() -> None:
-            copy(which, tree, slot, tree.rows(tile_of(item) - count))
+            tree_rows = tree.rows(tile_of(item) - count)
+            ring.fetch((tree.k, tree.v)[which], target, barriers[slot], slot, tree_rows)
+
+    for stage in range(stages):
+        for which in (0, 1):
+            fetch(which, stage, ahead[stage])
+
+    def refill(which: int, item: jax.Array, rows: tuple[jax.Array, ...]) -> None:
+        if p_ref is None:
+            sync()
+        fetch(which, item, rows)
 
     columns = plgpu.broadcasted_iota(I32, (ROWS, ROWS), 1, layout=WGMMA)
     start = (
@@ -333,13 +321,10 @@ def attend(
         splat((ROWS,), START, F32, PER_ROW),
         splat((ROWS,), 0.0, F32, PER_ROW),
     )
-    ahead = cached.rows(tile_of(stages)), cached.bounds(tile_of(0))
-    ready = cached.prepare(), tree.prepare()
     plgpu.barrier_wait(q_barrier)
-
     unit = problem.scale * LOG2E
 
-    def step(item: jax.Array, rows: Any, state: Any, keep: Any = None, bias: Any = None) -> Any:
+    def step(item: jax.Array, rows: Any, state: Any, words: Words | None = None, bias: Any = None) -> Any:
         acc, top, norm = state
         slot = lax.rem(item, jnp.int32(stages))
         plgpu.barrier_wait(ring.k_barriers[slot])
@@ -350,9 +335,10 @@ def attend(
             return acc_ref[...]
 
         s = pl.run_scoped(scores, plgpu.ACC((ROWS, ROWS), F32))
-        fetch(0, item + stages, rows)
-        if keep is not None:
-            s = jnp.where(keep(columns), s, MASKED)
+        refill(0, item + stages, rows)
+        if words is not None:
+            half = jnp.where(columns < 32, along_rows(words[0]), along_rows(words[1]))
+            s = jnp.where(((half >> (columns & 31)) & 1) == 1, s, MASKED)
         peak = s.max(axis=1)
         new_top = jnp.maximum(top, peak if bias is None else peak + bias)
         shrink = jnp.exp2((top - new_top) * unit)
@@ -371,7 +357,7 @@ def attend(
             return tuple(acc_ref[...] for acc_ref in acc_refs)
 
         gained = pl.run_scoped(values, *[plgpu.ACC((ROWS, ROWS), F32)] * chunks)
-        fetch(1, item + stages, rows)
+        refill(1, item + stages, rows)
         acc = tuple(a * along_rows(shrink) + new for a, new in zip(acc, gained, strict=True))
         return acc, new_top, norm
 
@@ -384,22 +370,18 @@ def attend(
         bias = None if cached.bias is None else cached.bias(bounds)
         return step(item, rows, state, bias=bias), *after
 
-    def cached_step(item: jax.Array, carry: Any) -> Any:
+    def masked_step(item: jax.Array, carry: Any) -> Any:
         state, rows, bounds = carry
         after = following(item)
-        return step(item, rows, state, keep=lambda c: cached.keep(tile_of(item), bounds, ready[0], c)), *after
+        of_cache = cached.words(tile_of(item), bounds)
+        if stream.tree_tiles:
+            tile = jnp.maximum(tile_of(item) - count, 0)
+            of_tree = tree.words(tile, tree.bounds(tile))
+            of_cache = tuple(jnp.where(item < ours, c, t) for c, t in zip(of_cache, of_tree, strict=True))
+        return step(item, rows, state, words=of_cache), *after
 
-    def tree_step(item: jax.Array, state: Any) -> Any:
-        tile = tile_of(item) - count
-        return step(item, None, state, keep=lambda c: tree.keep(tile, tree.bounds(tile), ready[1], c))
-
-    carry: Any = (start, *ahead)
-    begin: Any = 0
-    if stream.full is not None:
-        begin = jnp.minimum(share(stream.full()), ours)
-        carry = lax.fori_loop(0, begin, full_step, carry)
-    state, _, _ = lax.fori_loop(begin, ours, cached_step, carry)
-    acc, top, norm = lax.fori_loop(ours, total, tree_step, state)
+    carry = lax.fori_loop(0, begin, full_step, (start, ahead[stages], bounds))
+    (acc, top, norm), _, _ = lax.fori_loop(begin, total, masked_step, carry)
     return list(acc), top * unit, norm
 
 
@@ -418,42 +400,61 @@ def _tile_rows(problem: Problem, base: Any = 0) -> Callable[[jax.Array], tuple[j
     return lambda i: tuple((i + base) * ROWS + piece * size for piece in range(problem.pieces))
 
 
-def _keep_words(tile: jax.Array, _: Any, words: list[jax.Array], columns: jax.Array) -> jax.Array:
-    """Mask of a tree tile from the words of its rows."""
-    return _bits(_pick(words, tile, 0), _pick(words, tile, 1), columns)
+def _range_words(low: jax.Array, high: jax.Array) -> Words:
+    """The columns from `low` up to before `high` of each row."""
+
+    def below(bound: jax.Array, half: int) -> jax.Array:
+        bound = jnp.clip(bound - 32 * half, 0, 32)
+        return jnp.where(bound == 32, -1, (1 << (bound & 31)) - 1)
+
+    words = [below(high, half) & ~below(low, half) for half in range(WORDS)]
+    return words[0], words[1]
 
 
-def _bits(low: jax.Array, high: jax.Array, columns: jax.Array) -> jax.Array:
-    """Mask of a key tile from the two words of each row."""
-    words = jnp.where(columns < 32, along_rows(low), along_rows(high))
-    return ((words >> (columns & 31)) & 1) == 1
+def _table_words(ref: Any, at: tuple[Any, ...]) -> Callable[[jax.Array, Any], Words]:
+    """The words of a tree tile from a table of all words of each row."""
+    return lambda tile, _: (_load_rows(ref, *at, tile * WORDS), _load_rows(ref, *at, tile * WORDS + 1))
 
 
-def _pick(words: list[jax.Array], tile: jax.Array, half: int) -> jax.Array:
-    word = words[half]
-    for other in range(1, len(words) // WORDS):
-        word = jnp.where(tile == other, words[other * WORDS + half], word)
-    return word
+def _counts(blocks: Any, union: int, border: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """Entries of a visit list before its padding, and those below `border`."""
+    if interpret:
+        found = [blocks[at] for at in range(union)]
+        count = sum((block >= 0).astype(I32) for block in found)
+        return count, sum(((block >= 0) & (block < border)).astype(I32) for block in found)
+    splat_type = plgpu.ShapeDtypeStruct((), I32, layout=plgpu.Layout.WG_SPLAT)
 
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=(splat_type, splat_type))
+    def ballot(ctx: Any, ref: Any, limit: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        index = ir.IndexType.get()
 
-def _count(blocks: Any, union: int, border: jax.Array | None = None) -> jax.Array:
-    """Entries of a visit list before the padding, or before `border`; a probe per cache line, then bisection."""
+        def constant(value: int) -> Any:
+            return mgpu.utils.c(value, i32)
 
-    def counted(at: Any) -> jax.Array:
-        block = blocks[at]
-        return block >= 0 if border is None else (block >= 0) & (block < border)
+        lane = arith.remui(mgpu.utils.thread_idx(), constant(32))
+        (bound,) = limit.registers.flat
+        found = []
+        for first in range(0, union, 32):
+            at = arith.addi(lane, constant(first))
+            clamped = arith.minui(at, constant(union - 1))
+            block = memref.load(ref, [arith.index_cast(index, clamped)])
+            found.append(arith.select(arith.cmpi(arith.CmpIPredicate.ult, at, constant(union)), block, constant(-1)))
+        totals = [constant(0), constant(0)]
+        for block in found:
+            for which, operator in enumerate(("ge", "lt")):
+                text = f"""{{
+                    .reg .pred p; .reg .b32 votes;
+                    setp.ge.s32 p, $1, 0;
+                    setp.{operator}.and.s32 p, $1, $2, p;
+                    vote.sync.ballot.b32 votes, p, 0xffffffff;
+                    popc.b32 $0, votes; }}"""
+                against = constant(0) if which == 0 else bound
+                votes = llvm.inline_asm(i32, [block, against], text, "=r,r,r", has_side_effects=True)
+                totals[which] = arith.addi(totals[which], votes)
+        return tuple(mgpu.FragmentedArray.splat(total, (), is_signed=True) for total in totals)
 
-    low = jnp.int32(-1)
-    for line in range(0, union, 32):
-        low = jnp.where(counted(line), jnp.int32(line), low)
-    high = jnp.where(low < 0, 0, jnp.minimum(low + 32, union))
-    for _ in range(5):  # blocks[low] counts, blocks[high] does not
-        middle = lax.div(low + high, jnp.int32(2))
-        open_ = high - low > 1
-        probe = open_ & counted(jnp.clip(middle, 0, union - 1))
-        high = jnp.where(open_ & ~probe, middle, high)
-        low = jnp.where(probe, middle, low)
-    return high
+    return ballot(blocks, border)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -479,15 +480,20 @@ class Inputs:
     completed: Any = None
 
 
-def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any) -> Stream:
+def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, interpret: bool) -> Stream:
     """Key tiles of the selected branch of one selected tile."""
     rows, size, pieces = problem.rows, problem.block_size, problem.pieces
     first_node = tile * rows.per_tile
     group = lax.div(first_node, jnp.int32(rows.group))
     blocks, owners = refs.blocks.at[b, k, group], refs.owners.at[b, k, group]
     length = refs.length[b]
+    border = lax.div(length, jnp.int32(size))
     row = plgpu.broadcasted_iota(I32, (ROWS,), 0, layout=PER_ROW)
     node = lax.div(row, jnp.int32(rows.heads)) + lax.rem(first_node, jnp.int32(rows.group))
+    listed: list[jax.Array] = []
+
+    def owned(bits: jax.Array) -> jax.Array:
+        return ((bits >> node) & 1) == 1
 
     def entries(i: jax.Array) -> list[jax.Array]:
         return [jnp.minimum(i * pieces + piece, problem.union - 1) for piece in range(pieces)]
@@ -502,25 +508,17 @@ def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any) -> Stre
             found += [bits, jnp.clip(length - blocks[at] * size, 0, size) + piece * size]
         return tuple(found)
 
-    def keep_cached(i: jax.Array, bounds: tuple[jax.Array, ...], _: Any, columns: jax.Array) -> jax.Array:
-        keep = None
+    def cached_words(_: jax.Array, bounds: tuple[jax.Array, ...]) -> Words:
+        low = high = None
         for piece in range(pieces):
-            bits, readable = bounds[2 * piece : 2 * piece + 2]
-            end = jnp.where(((bits >> node) & 1) == 1, readable, 0)
-            mask = columns < along_rows(end)
-            if piece:
-                mask = mask & (columns >= piece * size)
-            keep = mask if keep is None else keep | mask
-        return keep
+            bits, end = bounds[2 * piece : 2 * piece + 2]
+            words = _range_words(jnp.int32(piece * size), jnp.where(owned(bits), end, piece * size))
+            low = words[0] if low is None else low | words[0]
+            high = words[1] if high is None else high | words[1]
+        return low, high
 
-    def bias(bounds: tuple[jax.Array, ...]) -> jax.Array:
-        return jnp.where(((bounds[0] >> node) & 1) == 1, 0.0, MASKED)
-
-    def prepare_tree() -> list[jax.Array]:
+    def tree_words(i: jax.Array, _: Any) -> Words:
         """Tree keys on a node's path whose block it selected. Only the visit list's tail reaches the tree."""
-        count_words = problem.tree_tiles * WORDS
-        words = [_load_rows(refs.path, b, tile, word) for word in range(count_words)]
-        border = lax.div(length, jnp.int32(size))
         depth = refs.block_columns.shape[1]
 
         def more(carry: Any) -> jax.Array:
@@ -528,97 +526,81 @@ def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any) -> Stre
             return (at >= 0) & (blocks[jnp.maximum(at, 0)] >= border)
 
         def add(carry: Any) -> Any:
-            at, reach = carry
+            at, *reach = carry
             step = jnp.clip(blocks[at] - border, 0, depth - 1)
-            owned = ((owners[at] >> node) & 1) == 1
-            columns = [refs.block_columns[b, step, word] for word in range(count_words)]
-            return at - 1, tuple(had | jnp.where(owned, word, 0) for had, word in zip(reach, columns, strict=True))
+            ours = owned(owners[at])
+            found = [refs.block_columns[b, step, i * WORDS + half] for half in range(WORDS)]
+            return at - 1, *(had | jnp.where(ours, word, 0) for had, word in zip(reach, found, strict=True))
 
-        none = tuple(splat((ROWS,), 0, I32, PER_ROW) for _ in words)
-        _, reach = lax.while_loop(more, add, (_count(blocks, problem.union) - 1, none))
-        return [word & allowed for word, allowed in zip(words, reach, strict=True)]
+        path = _table_words(refs.path, (b, tile))(i, None)
+        none = splat((ROWS,), 0, I32, PER_ROW)
+        _, low, high = lax.while_loop(more, add, (listed[0] - 1, none, none))
+        return path[0] & low, path[1] & high
+
+    def counts() -> tuple[jax.Array, jax.Array]:
+        count, full = _counts(blocks, problem.union, border, interpret)
+        listed.append(count)
+        return lax.div(count + pieces - 1, jnp.int32(pieces)), full if pieces == 1 else jnp.int32(0)
 
     return Stream(
-        cached=Part(refs.k.at[b, k], refs.v.at[b, k], block_rows, bounds, _nothing, keep_cached, bias),
-        tree=Part(
-            refs.tree_k.at[b, k],
-            refs.tree_v.at[b, k],
-            _tile_rows(problem),
-            _nothing,
-            prepare_tree,
-            _keep_words,
+        cached=Part(
+            k=refs.k.at[b, k],
+            v=refs.v.at[b, k],
+            rows=block_rows,
+            bounds=bounds,
+            words=cached_words,
+            bias=lambda bounds: jnp.where(owned(bounds[0]), 0.0, MASKED),
         ),
-        count=lambda: lax.div(_count(blocks, problem.union) + pieces - 1, jnp.int32(pieces)),
-        full=(lambda: _count(blocks, problem.union, lax.div(length, jnp.int32(size)))) if pieces == 1 else None,
-        valid=lambda i: (i * pieces < problem.union) & (blocks[entries(i)[0]] >= 0),
+        tree=_rows_part(problem, refs.tree_k.at[b, k], refs.tree_v.at[b, k], tree_words),
+        counts=counts,
         tree_tiles=problem.tree_tiles,
     )
 
 
-def _window(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any) -> Stream:
+def _rows_part(problem: Problem, k: Any, v: Any, words: Any, base: Any = 0) -> Part:
+    """Key tiles that follow each other."""
+    return Part(k=k, v=v, rows=_tile_rows(problem, base), bounds=_nothing, words=words)
+
+
+def _window(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, interpret: bool) -> Stream:
     """Key tiles of the window branch of one dense tile."""
     length = refs.length[b]
+    below = _load_rows(refs.window_below, b, tile)
     base = lax.div(jnp.maximum(length - problem.window + 1, 0), jnp.int32(ROWS))
-    cached = lax.div(length + ROWS - 1, jnp.int32(ROWS)) - base
+    count = lax.div(length + ROWS - 1, jnp.int32(ROWS)) - base
 
-    def keep_cached(i: jax.Array, _: Any, below: jax.Array, columns: jax.Array) -> jax.Array:
+    def cached_words(i: jax.Array, _: Any) -> Words:
         row = (i + base) * ROWS
-        return (columns < length - row) & (columns > along_rows(below - row))
-
-    def prepare_tree() -> list[jax.Array]:
-        return [_load_rows(refs.near_path, b, tile, word) for word in range(problem.tree_tiles * WORDS)]
-
-    def prepare_cached() -> jax.Array:
-        return _load_rows(refs.window_below, b, tile)
+        return _range_words(below - row + 1, length - row)
 
     return Stream(
-        cached=Part(refs.k.at[b, k], refs.v.at[b, k], _tile_rows(problem, base), _nothing, prepare_cached, keep_cached),
-        tree=Part(
-            refs.tree_k.at[b, k],
-            refs.tree_v.at[b, k],
-            _tile_rows(problem),
-            _nothing,
-            prepare_tree,
-            _keep_words,
-        ),
-        count=lambda: cached,
-        full=None,
-        valid=lambda i: i < cached,
+        cached=_rows_part(problem, refs.k.at[b, k], refs.v.at[b, k], cached_words, base),
+        tree=_rows_part(problem, refs.tree_k.at[b, k], refs.tree_v.at[b, k], _table_words(refs.near_path, (b, tile))),
+        counts=lambda: (count, jnp.int32(0)),
         tree_tiles=problem.tree_tiles,
     )
 
 
-def _compressed(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any) -> Stream:
+def _compressed(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, interpret: bool) -> Stream:
     """Key tiles of the compressed branch of one dense tile."""
     length = refs.length[b]
     entries = lax.div(length - problem.kernel_size, jnp.int32(problem.stride)) + 1
     entries = jnp.where(length < problem.kernel_size, 0, entries)
-    cached = lax.div(entries + ROWS - 1, jnp.int32(ROWS))
     fresh = -(-problem.slots // ROWS)
 
-    def prepare_tree() -> list[jax.Array]:
-        return [_load_rows(refs.completed, b, tile, word) for word in range(fresh * WORDS)]
+    def cached_words(i: jax.Array, _: Any) -> Words:
+        end = jnp.full((ROWS,), 0, I32) + (entries - i * ROWS)
+        return _range_words(jnp.int32(0), plgpu.layout_cast(end, PER_ROW))
 
-    def keep_cached(i: jax.Array, *args: Any) -> jax.Array:
-        return args[-1] < entries - i * ROWS
-
-    of_cache = Part(refs.k_cmp.at[b, k], refs.v_cmp.at[b, k], _tile_rows(problem), _nothing, _nothing, keep_cached)
+    of_cache = _rows_part(problem, refs.k_cmp.at[b, k], refs.v_cmp.at[b, k], cached_words)
     of_tree = of_cache
     if fresh:
-        of_tree = Part(
-            refs.tree_k_cmp.at[b, k],
-            refs.tree_v_cmp.at[b, k],
-            _tile_rows(problem),
-            _nothing,
-            prepare_tree,
-            _keep_words,
-        )
+        words = _table_words(refs.completed, (b, tile))
+        of_tree = _rows_part(problem, refs.tree_k_cmp.at[b, k], refs.tree_v_cmp.at[b, k], words)
     return Stream(
         cached=of_cache,
         tree=of_tree,
-        count=lambda: cached,
-        full=lambda: lax.div(entries, jnp.int32(ROWS)),
-        valid=lambda i: i < cached,
+        counts=lambda: (lax.div(entries + ROWS - 1, jnp.int32(ROWS)), lax.div(entries, jnp.int32(ROWS))),
         tree_tiles=fresh,
     )
 

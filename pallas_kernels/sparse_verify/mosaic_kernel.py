@@ -79,14 +79,21 @@ def _combine(
     gates_ref: Any,
     out_ref: Any,
     out: list[Any],
+    pieces: list[Any],
     interpret: bool,
 ) -> None:
-    """Gated sum of all branches of one selected tile, splits in order; writes the tile's nodes."""
+    """Gated sum of all branches of one selected tile, splits in order; writes some columns of the tile's nodes.
+
+    Args:
+      at: sequence, KV head and tile.
+      out: staging buffers of 32 columns.
+      pieces: which 32 columns.
+      interpret: whether the interpreter runs it.
+    """
     b, k, tile = at
     rows = problem.rows
     head = b * problem.kv_heads + k
-    pieces = problem.dim // OUT_COLUMNS
-    total = [splat((ROWS, OUT_COLUMNS), 0.0, F32, WGMMA) for _ in range(pieces)]
+    total = [splat((ROWS, OUT_COLUMNS), 0.0, F32, WGMMA) for _ in pieces]
     for branch, splits in enumerate(problem.splits):
         dense = lax.div(tile, jnp.int32(rows.dense_per_selected))
         inside = lax.rem(tile, jnp.int32(rows.dense_per_selected)) * (rows.per_tile * rows.heads)
@@ -110,7 +117,7 @@ def _combine(
                         layout=WGMMA,
                         optimized=False,
                     )
-                    for piece in range(pieces)
+                    for piece in pieces
                 ]
                 loaded.append((_row_vector(stats_ref, 0, start), parts))
             for own_top, parts in loaded:
@@ -127,13 +134,13 @@ def _combine(
             total = lax.fori_loop(0, splits // 2, add_two, total)
         if splits % 2:
             total = add([splits - 1], total)
-    _write(problem, at, list(total), out_ref, out, interpret)
+    _write(problem, at, list(zip(pieces, total, strict=True)), out_ref, out, interpret)
 
 
 def _write(
     problem: Problem,
     at: tuple[Any, Any, Any],
-    total: list[jax.Array],
+    total: list[tuple[Any, jax.Array]],
     out_ref: Any,
     out: list[Any],
     interpret: bool,
@@ -145,7 +152,7 @@ def _write(
     for start in range(0, len(total), len(out)):
         if not interpret:
             sync()  # the copies out of the buffer were awaited by the thread that issued them
-        batch = list(enumerate(total))[start : start + len(out)]
+        batch = total[start : start + len(out)]
         for (_, value), (tiled, _) in zip(batch, out, strict=False):
             tiled[...] = value
         plgpu.commit_smem()
@@ -221,7 +228,7 @@ def _scratch(problem: Problem, dtype: Any, interpret: bool) -> tuple[list[Any], 
 def launch(
     problem: Problem, inputs: Inputs, gates: Float[Array, "B K tiles branches 64"], *, interpret: Any = None
 ) -> Float[Array, "B T K G D"]:
-    """Runs the kernel; under the interpreter, which has no atomics, the sum is a launch of its own."""
+    """Runs the kernel; the sum is a launch of its own if so configured, and in the interpreter, which has no atomics."""
     rows = problem.rows
     dtype = inputs.q.dtype
     fields = [f for f in Inputs.__dataclass_fields__ if getattr(inputs, f) is not None]
@@ -244,7 +251,7 @@ def launch(
         count = rows.per_dense if branch else rows.per_tile
         barrier = named["q_barriers"][1 if branch else 0]
         _copy_q(problem, refs, named["q"], barrier, (b, k, tile * count), count, interpret is not None)
-        stream = BRANCHES[branch](problem, refs, b, k, tile)
+        stream = BRANCHES[branch](problem, refs, b, k, tile, interpret is not None)
         q = [tiled for tiled, _ in named["q"]]
         acc, top, norm = attend(problem, named["ring"], q, barrier, named.get("p"), stream, split, splits, dtype)
         head = b * problem.kv_heads + k
@@ -283,7 +290,9 @@ def launch(
     }
     grid = {"grid": (sum(problem.jobs), heads, batch), "grid_names": ("j", "k", "b")}
 
-    if interpret is None:
+    interpreted = interpret is not None
+    if problem.fused and not interpreted:
+        columns = list(range(problem.dim // OUT_COLUMNS))
 
         def body(*args: Any) -> None:
             refs = Inputs(**dict(zip(fields, args, strict=False)))
@@ -304,16 +313,8 @@ def launch(
                         def _last() -> None:
                             acquire()
                             reset(counter)
-                            _combine(
-                                problem,
-                                (b, k, at),
-                                partial_ref,
-                                stats_ref,
-                                gates_ref,
-                                out_ref,
-                                named["out"],
-                                False,
-                            )
+                            results = (partial_ref, stats_ref, gates_ref, out_ref)
+                            _combine(problem, (b, k, at), *results, named["out"], columns, False)
 
             jobs(refs, named, partial_ref, stats_ref, done)
 
@@ -321,11 +322,7 @@ def launch(
         counters = jnp.zeros((batch, heads, rows.tiles), jnp.int32)
         body.__name__ = "sparse_attention"
         kernel = plgpu.kernel(
-            body,
-            out_type=[out_type, partial_type, stats_type],
-            scratch_types=scratch_types,
-            **grid,
-            **options,
+            body, out_type=[out_type, partial_type, stats_type], scratch_types=scratch_types, **grid, **options
         )
         return kernel(*arrays, gates, counters)[0]
 
@@ -334,19 +331,26 @@ def launch(
         partial_ref, stats_ref, *scratch = args[len(fields) :]
         jobs(refs, name(scratch), partial_ref, stats_ref, lambda *_: None)
 
-    def combine(partial_ref: Any, stats_ref: Any, gates_ref: Any, out_ref: Any, tiled: Any) -> None:
+    def combine(partial_ref: Any, stats_ref: Any, gates_ref: Any, out_ref: Any, staging: Any) -> None:
         at = (lax.axis_index("b"), lax.axis_index("k"), lax.axis_index("i"))
-        _combine(problem, at, partial_ref, stats_ref, gates_ref, out_ref, [(tiled, tiled)], True)
+        out = [(staging, staging) if interpreted else (staging[0], staging[1])]
+        columns = [lax.axis_index("c")]
+        _combine(problem, at, partial_ref, stats_ref, gates_ref, out_ref, out, columns, interpreted)
 
+    partials.__name__, combine.__name__ = "sparse_attention", "sparse_combine"
     split = plgpu.kernel(partials, out_type=[partial_type, stats_type], scratch_types=scratch_types, **grid, **options)(
         *arrays
     )
+    staging = plgpu.SMEM((ROWS, OUT_COLUMNS), F32, transforms=TILED_F32)
+    if not interpreted:
+        plain = plgpu.SMEM((ROWS // rows.heads, rows.heads, OUT_COLUMNS), F32, transforms=PLAIN)
+        staging = plgpu.RefUnion(staging, plain)
     return plgpu.kernel(
         combine,
         out_type=out_type,
-        scratch_types=[plgpu.SMEM((ROWS, OUT_COLUMNS), F32, transforms=TILED_F32)],
-        grid=(rows.tiles, heads, batch),
-        grid_names=("i", "k", "b"),
+        scratch_types=[staging],
+        grid=(problem.dim // OUT_COLUMNS, rows.tiles, heads, batch),
+        grid_names=("c", "i", "k", "b"),
         **options,
     )(*split, gates)
 
@@ -383,6 +387,7 @@ def attention(
         scale=scale,
         splits=(config.selected, config.window, *((config.compressed,) if compressed else ())),
         stages=config.stages,
+        fused=config.fused,
     )
     completions = tree.completions if compressed else None
     masks = pass_masks(queries, completions, geometry, rows)

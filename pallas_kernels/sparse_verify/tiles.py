@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+from typing import Any
 
 ROWS = 64  # rows of a row tile and keys of a key tile
 RESIDENT = 2  # thread blocks that fit on a multiprocessor
@@ -22,6 +23,7 @@ class TileConfig:
       selected, window, compressed: splits of each branch's keys.
       stages: key tiles in the shared-memory ring.
       dense_nodes: bound on the nodes of a dense row tile; None for as many as 64 rows hold.
+      fused: whether the splits are summed in the same launch, or in one of its own.
     """
 
     selected: int
@@ -29,6 +31,7 @@ class TileConfig:
     compressed: int = 1
     stages: int = 3
     dense_nodes: int | None = None
+    fused: bool = True
 
 
 def heuristic(
@@ -67,7 +70,7 @@ def heuristic(
 
 
 @functools.cache
-def _tuned(device: str) -> dict[str, dict[str, dict[str, int]]]:
+def _tuned(device: str) -> dict[str, dict[str, dict[str, Any]]]:
     path = pathlib.Path(__file__).parent / "tiles" / f"{device}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
