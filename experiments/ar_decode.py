@@ -1,6 +1,6 @@
 """Autoregressive decoding speed: an 8B-shaped model with random weights, and SmolLM2, against their floors.
 
-python experiments/ar_decode.py [--smoke] [--output FILE] [--skip-8b] [--implementation NAME]
+python experiments/ar_decode.py [--smoke] [--output FILE] [--skip-8b] [--implementation NAME] [--llama-cpp]
 Random weights time the same as real ones; nothing about their tokens means anything.
 """
 
@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import math
+import os
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from ssv_jax.models.cache import Cache
 from ssv_jax.models.config import NSA_PRESETS, Llama3Scaling, LlamaConfig, NSAConfig, RopeConfig
 from ssv_jax.models.errors import CheckpointError
 from ssv_jax.models.llama import build, param_shapes
+from ssv_jax.registry import resolve
 
 SHAPE_8B = LlamaConfig(
     vocab_size=128256,
@@ -174,6 +178,53 @@ def measure_smollm2(repeats: int, max_new_tokens: int, model: str) -> dict[str, 
     return {"model": "SmolLM2-135M-Instruct (Q4_1 dequantised)", "rows": rows}
 
 
+def write_float32_gguf(source: Path, target: Path) -> None:
+    """The same model with dequantised tensors, which the peer then reads as we do."""
+    import gguf
+
+    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "llama")
+    kept = ("general.architecture", "general.file_type", "general.quantization_version")
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in kept:
+            continue
+        if field.types[0] == gguf.GGUFValueType.ARRAY:
+            writer.add_array(field.name, field.contents())
+        else:
+            writer.add_key_value(field.name, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        shape = [int(size) for size in tensor.shape[::-1]]
+        writer.add_tensor(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type).reshape(shape))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def measure_llama_cpp(repeats: int, max_new_tokens: int) -> dict[str, Any]:
+    """Tokens per second of llama.cpp (package xllamacpp) on the float32 GGUF, with as many threads as cores."""
+    import xllamacpp
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.gguf"
+        write_float32_gguf(resolve("smollm2-135m").path, file)
+        params = xllamacpp.CommonParams()
+        params.model.path = str(file)
+        params.n_ctx, params.n_gpu_layers, params.n_parallel = 1024, 0, 1
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count() or 1
+        server = xllamacpp.Server(params)
+        request = {"prompt": "Once upon a time,", "n_predict": max_new_tokens, "temperature": 0, "ignore_eos": True}
+        speeds = []
+        for _ in range(repeats + 1):
+            answer = server.handle_completions({**request, "cache_prompt": False})
+            speeds.append(float(answer["timings"]["predicted_per_second"]))
+    version = importlib.metadata.version("xllamacpp")
+    return {
+        "program": f"llama.cpp (xllamacpp {version}), float32 GGUF",
+        "threads": os.cpu_count(),
+        "decode_tok_s": harness.spread(speeds[1:]),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, seconds on a CPU")
@@ -182,6 +233,7 @@ def main() -> None:
     parser.add_argument("--skip-smollm2", action="store_true")
     parser.add_argument("--model", default="smollm2-135m", help="name or path of SmolLM2")
     parser.add_argument("--implementation", default=None)
+    parser.add_argument("--llama-cpp", action="store_true", help="also time llama.cpp (needs package xllamacpp)")
     args = parser.parse_args()
     device = jax.devices()[0].device_kind.lower().replace(" ", "-")
     output = args.output or harness.RESULTS / "ar_decode" / f"{'smoke' if args.smoke else device}.json"
@@ -191,6 +243,9 @@ def main() -> None:
         harness.write(output, result)  # a time limit must not lose it
     if not args.smoke and not args.skip_smollm2:
         result["smollm2"] = measure_smollm2(5, 256, args.model)
+    if args.llama_cpp:
+        result["peer"] = measure_llama_cpp(5, 256)
+        harness.say(f"llama.cpp: {result['peer']['decode_tok_s']}")
     harness.write(output, result)
     for row in result.get("shapes", {}).get("rows", []):
         if "ms_per_token" in row:

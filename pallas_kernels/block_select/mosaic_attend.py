@@ -189,54 +189,68 @@ def attend(
         acc = [plgpu.layout_cast(jnp.full((ROWS, PANEL), 0.0, f32), plgpu.Layout.WGMMA)] * panels
 
         def scores(keys: Any, columns: int) -> Array:
+            """Products, not scaled yet."""
+
             def product(acc_ref: Any) -> Array:
                 for panel in range(panels):
-                    plgpu.wgmma(acc_ref, q_s.at[w, panel], plgpu.transpose_ref(keys.at[panel], (1, 0)))
+                    plgpu.wgmma(acc_ref, q_s.at[w, panel], keys.at[panel].transpose((1, 0)))
                 return acc_ref[...]
 
-            return pl.run_scoped(product, plgpu.ACC((ROWS, columns), f32)) * factor
+            return pl.run_scoped(product, plgpu.ACC((ROWS, columns), f32))
 
         def soften(values: Array, top: Array, total: Array) -> tuple[Array, Array, Array, Array]:
-            new_top = jnp.maximum(top, values.max(axis=1))
+            new_top = jnp.maximum(top, values.max(axis=1) * factor)
             alpha = jnp.exp2(top - new_top)
-            p = jnp.exp2(values - lax.broadcast_in_dim(new_top, values.shape, [0]))
+            p = jnp.exp2(values * factor - lax.broadcast_in_dim(new_top, values.shape, [0]))
             return p, new_top, alpha, total * alpha + p.sum(axis=1)
 
-        def weigh(acc: list[Array], alpha: Array, operand: Array, values: Any, staging: Any) -> list[Array]:
+        def multiply(
+            acc: list[Array], alpha: Array, operand: Array, values: Any, staging: Any, parts: tuple[Array, ...] = ()
+        ) -> tuple[list[Array], Array | None]:
+            """Adds the weighted values to the rescaled accumulators; bins the parts of the probabilities."""
             factors = lax.broadcast_in_dim(alpha, (ROWS, PANEL), [0])
             acc = [old * factors for old in acc]
             if in_smem:
                 staging[w] = operand
+                for index, part in enumerate(parts):
+                    b_s[w, index] = part
                 plgpu.commit_smem()
+            else:  # all operands in registers before the first wgmma: otherwise they run one at a time
+                acc, operand, parts = lax.optimization_barrier((acc, operand, parts))
 
-            def product(acc_refs: list[Any]) -> None:
+            def weigh(acc_refs: list[Any]) -> None:
                 for panel, acc_ref in enumerate(acc_refs):
                     plgpu.wgmma(acc_ref, staging.at[w] if in_smem else operand, values.at[panel])
 
-            if not in_smem:  # in place: two sets of accumulators do not fit into the registers of three warpgroups
-                return pl.run_state(product)([plgpu.ACC.init(old) for old in acc])
+            def bin_parts(acc_ref: Any) -> None:
+                for index, part in enumerate(parts):
+                    plgpu.wgmma(acc_ref, b_s.at[w, index] if in_smem else part, bins_s.transpose((1, 0)))
 
-            def from_zero(*acc_refs: Any) -> list[Array]:
-                product(list(acc_refs))
-                return [acc_ref[...] for acc_ref in acc_refs]
-
-            gained = pl.run_scoped(from_zero, *[plgpu.ACC((ROWS, PANEL), f32)] * panels)
-            return [old + new for old, new in zip(acc, gained, strict=True)]
-
-        def masses(p: Array, high: Array) -> Array:
-            low = (p - high.astype(f32)).astype(jnp.bfloat16)
             if in_smem:
-                b_s[w, 0] = high
-                b_s[w, 1] = low
-                plgpu.commit_smem()
 
-            def product(acc_ref: Any) -> Array:
-                for part, operand in enumerate((high, low)):
-                    left = b_s.at[w, part] if in_smem else operand
-                    plgpu.wgmma(acc_ref, left, plgpu.transpose_ref(bins_s, (1, 0)))
-                return acc_ref[...]
+                def weigh_from_zero(*acc_refs: Any) -> list[Array]:
+                    weigh(list(acc_refs))
+                    return [acc_ref[...] for acc_ref in acc_refs]
 
-            return pl.run_scoped(product, plgpu.ACC((ROWS, width), f32))
+                def bin_from_zero(acc_ref: Any) -> Array:
+                    bin_parts(acc_ref)
+                    return acc_ref[...]
+
+                gained = pl.run_scoped(weigh_from_zero, *[plgpu.ACC((ROWS, PANEL), f32)] * panels)
+                acc = [old + new for old, new in zip(acc, gained, strict=True)]
+                return acc, pl.run_scoped(bin_from_zero, plgpu.ACC((ROWS, width), f32)) if parts else None
+
+            def both(refs: tuple[list[Any], list[Any]]) -> None:
+                weigh(refs[0])
+                for acc_ref in refs[1]:
+                    bin_parts(acc_ref)
+
+            # In place: two sets of accumulators do not fit into the registers of three warpgroups.
+            zero = [plgpu.layout_cast(jnp.full((ROWS, width), 0.0, f32), plgpu.Layout.WGMMA)] if parts else []
+            acc, found = pl.run_state(both)(
+                ([plgpu.ACC.init(old) for old in acc], [plgpu.ACC.init(new) for new in zero])
+            )
+            return acc, found[0] if parts else None
 
         def step(i: Array, carry: Carry) -> Carry:
             acc, top, total = carry
@@ -247,11 +261,9 @@ def attend(
             p, top, alpha, total = soften(values, top, total)
             high = p.astype(jnp.bfloat16)
             operand = high if half == jnp.bfloat16 else p.astype(half)
-            if score:
-                mass_ref[x, tile, first + i + 1] = p if bins is None else masses(p, high)
-                top_ref[x, tile, first + i + 1] = top
+            parts = (high, (p - high.astype(f32)).astype(jnp.bfloat16)) if score and bins is not None else ()
             plgpu.barrier_wait(v_b.at[slot])
-            acc = weigh(acc, alpha, operand, v_s.at[slot], p_s if in_smem else None)
+            acc, mass = multiply(acc, alpha, operand, v_s.at[slot], p_s if in_smem else None, parts)
             if warps > 1:
                 plgpu.barrier_arrive(free_b.at[slot])
 
@@ -261,6 +273,9 @@ def attend(
                     plgpu.barrier_wait(free_b.at[slot])
                 fetch(i + stages, slot)
 
+            if score:
+                mass_ref[x, tile, first + i + 1] = p if mass is None else mass
+                top_ref[x, tile, first + i + 1] = top
             return acc, top, total
 
         acc, top, total = lax.fori_loop(0, n, step, (acc, top, total))
@@ -281,7 +296,7 @@ def attend(
             plgpu.barrier_wait(t_b)
             values = jnp.where(hidden < 0.0, MASKED, scores(tk_s, TREE_TILE))
             p, top, alpha, total = soften(values, top, total)
-            acc = weigh(acc, alpha, p.astype(half), tv_s, pt_s if in_smem else None)
+            acc, _ = multiply(acc, alpha, p.astype(half), tv_s, pt_s if in_smem else None)
             if warps > 1:
                 plgpu.barrier_arrive(free_b.at[stages])
 

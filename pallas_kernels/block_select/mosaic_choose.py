@@ -21,6 +21,7 @@ from .mosaic_attend import TREE_TILE, Partials
 
 QUAD = 4  # nodes of a thread block: one per warp
 EMPTY = 1 << 30
+EARLY_REGISTERS = 128  # masses that a thread loads ahead: half of the registers that it can have
 _HIDDEN = 1e30  # log-sum-exp of a row that sees nothing: exp2(x - _HIDDEN) = 0
 _Lay = plgpu.Layout.TILED
 _Times = plgpu.Replicated
@@ -265,34 +266,52 @@ def finish(
             extra = weights_ref.shape[1]
             gains = [full((QUAD,), 0.0, f32, by_node)] * extra
 
-            # Factors from running maxima to probabilities, and the masses that spill over a tile's end.
-            factors, over = [], full((depth, QUAD), 0.0, f32, down)
-            for h in range(group_heads):
-                at = rows(h)
-                top, total, _ = log_sum_exp(stats_ref.at[x, tile], at, layout)
-                lse = jnp.where(total > 0.0, top + jnp.log2(jnp.maximum(total, 1e-30)), _HIDDEN)
-                tops = plgpu.load(top_ref.at[x, tile, pl.ds(0, depth), at], layout=down, optimized=False)
-                lse_down = spread(lse if plan.per_tile >= 32 else recast(lse, down.reduce(0)), tops.shape, (1,), down)
-                factors.append(jnp.exp2(tops - lse_down))
-                if plan.spills:
-                    rest = plgpu.load(mass_ref.at[x, tile, :, at, plan.per_tile], layout=down, optimized=False)
-                    over = over + rest * factors[-1]
+            # Loads of all heads come before the first store to shared memory, which is a barrier that they cannot pass.
+            columns = pl.ds(0, plan.per_tile)
 
-                def chunk(i: Array, gains: list[Array], lse: Array = lse, at: Any = at) -> list[Array]:
-                    flat = square(32)
-                    columns = pl.ds(pl.multiple_of(i * TREE_TILE, TREE_TILE), TREE_TILE)
-                    p = plgpu.load(tree_ref.at[x, tile, at, columns], layout=flat, optimized=False)
-                    tops = plgpu.load(top_ref.at[x, tile, depth + i, at], layout=by_node, optimized=False)
-                    scale = jnp.exp2(tops - lse)
+            def load_mass(h: int) -> Array:
+                part = mass_ref.at[x, tile, pl.ds(1, steps), rows(h), columns]
+                return plgpu.load(part, layout=layout, optimized=False)
+
+            early = group_heads * steps * -(-plan.per_tile // 32) <= EARLY_REGISTERS
+            masses = [load_mass(h) for h in range(group_heads)] if early else []
+            tops = [
+                plgpu.load(top_ref.at[x, tile, pl.ds(0, depth), rows(h)], layout=down, optimized=False)
+                for h in range(group_heads)
+            ]
+            rests = [
+                plgpu.load(mass_ref.at[x, tile, :, rows(h), plan.per_tile], layout=down, optimized=False)
+                for h in range(group_heads if plan.spills else 0)
+            ]
+
+            # Factors from running maxima to probabilities, and the masses that spill over a tile's end.
+            factors, lses, over = [], [], full((depth, QUAD), 0.0, f32, down)
+            for h in range(group_heads):
+                top, total, _ = log_sum_exp(stats_ref.at[x, tile], rows(h), layout)
+                lse = jnp.where(total > 0.0, top + jnp.log2(jnp.maximum(total, 1e-30)), _HIDDEN)
+                lses.append(lse)
+                lse_down = lse if plan.per_tile >= 32 else recast(lse, down.reduce(0))
+                factors.append(jnp.exp2(tops[h] - spread(lse_down, (depth, QUAD), (1,), down)))
+            for rest, factor in zip(rests, factors, strict=False):
+                over = over + rest * factor
+
+            def chunk(i: Array, gains: list[Array]) -> list[Array]:
+                flat = square(32)
+                columns = pl.ds(pl.multiple_of(i * TREE_TILE, TREE_TILE), TREE_TILE)
+                for h, lse in enumerate(lses):
+                    p = plgpu.load(tree_ref.at[x, tile, rows(h), columns], layout=flat, optimized=False)
+                    top = plgpu.load(top_ref.at[x, tile, depth + i, rows(h)], layout=by_node, optimized=False)
+                    scale = jnp.exp2(top - lse)
                     new = []
                     for e, gain in enumerate(gains):
                         share = plgpu.load(weights_ref.at[b, e, columns], layout=flat.reduce(0), optimized=False)
                         share = spread(share, (QUAD, TREE_TILE), (1,), flat)
                         total = jnp.sum(jnp.where(share > 0.0, p * share, 0.0), axis=1)
                         new.append(gain + recast(total, by_node) * scale)
-                    return new
+                    gains = new
+                return gains
 
-                gains = lax.fori_loop(0, chunks, chunk, gains)
+            gains = lax.fori_loop(0, chunks, chunk, gains)
             for h, factor in enumerate(factors):
                 factor_s[h] = factor
             if plan.spills:
@@ -301,10 +320,7 @@ def finish(
             # Garbage beyond the visited tiles is dropped at the end: it stays in its own elements.
             score = full(shape3, 0.0, f32, layout)
             for h in range(group_heads):
-                columns = pl.ds(0, plan.per_tile)
-                mass = plgpu.load(
-                    mass_ref.at[x, tile, pl.ds(1, steps), rows(h), columns], layout=layout, optimized=False
-                )
+                mass = masses[h] if early else load_mass(h)
                 factor = plgpu.load(factor_s.at[h, pl.ds(1, steps)], layout=by_tile)
                 score = score + mass * spread(factor, shape3, (0, 1), layout)
             score = jnp.where(tile_of < visited, score, 0.0)
@@ -326,7 +342,8 @@ def finish(
                 found = jnp.where(key == spread(best, shape3, (1,), layout), reverse, -1)
                 index = EMPTY - jnp.max(jnp.max(found, axis=0), axis=1)
                 index = jnp.where(best >= 0, index, EMPTY)
-                key = jnp.where(block == spread(index, shape3, (1,), layout), -1, key)
+                # The kept value first: a constant there would make the lowering take the whole for unsigned.
+                key = jnp.where(block != spread(index, shape3, (1,), layout), key, -1)
                 chosen.append(index)
 
             width = lists_width(plan.slots)

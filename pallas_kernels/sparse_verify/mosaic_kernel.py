@@ -228,7 +228,7 @@ def _scratch(problem: Problem, dtype: Any, interpret: bool) -> tuple[list[Any], 
 def launch(
     problem: Problem, inputs: Inputs, gates: Float[Array, "B K tiles branches 64"], *, interpret: Any = None
 ) -> Float[Array, "B T K G D"]:
-    """Runs the kernel; the sum is a launch of its own if so configured, and in the interpreter, which has no atomics."""
+    """Runs the kernel; the sum is a launch of its own if so configured, and in the interpreter (no atomics)."""
     rows = problem.rows
     dtype = inputs.q.dtype
     fields = [f for f in Inputs.__dataclass_fields__ if getattr(inputs, f) is not None]

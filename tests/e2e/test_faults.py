@@ -29,9 +29,7 @@ def plain_runs():
     target = harness.model("overlapping")
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, harness.VOCAB, length).tolist() for length in range(1, 17)]
-    tokens, state = harness.run(
-        harness.decoding(target), target.params, prompts, max_new_tokens=NEW, capacity=CAPACITY
-    )
+    tokens, state = harness.run(harness.decoding(target), target.params, prompts, max_new_tokens=NEW, capacity=CAPACITY)
     return target, prompts, tokens, np.asarray(state.history)
 
 
@@ -136,9 +134,7 @@ def test_uncommitted_rows_are_never_read(plain_runs):
         capacity=CAPACITY,
     )
     depth = (np.arange(16)[None] + np.arange(5)[:, None] * 3) % 17
-    state = dataclasses.replace(
-        state, drafter=chain_script(truth, depth), cache=jax.jit(poison)(state.cache)
-    )
+    state = dataclasses.replace(state, drafter=chain_script(truth, depth), cache=jax.jit(poison)(state.cache))
     state, _ = harness.prefill_chunk(fast, target.params, state, harness.CHUNK)
     for _ in range(NEW):
         state = dataclasses.replace(state, cache=jax.jit(poison)(state.cache))

@@ -54,6 +54,8 @@ def random_head(config: Eagle3Config, seed: int = 0) -> dict[str, np.ndarray]:
         if "gate_up" in name:
             fan = shape[0]
         scale = 1.5 / np.sqrt(max(fan, 1)) if name.endswith("kernel") else 0.7
+        if name == "lm_head/kernel":
+            scale /= 4  # several likely tokens, so that beams have different parents
         params[name] = (rng.normal(size=shape) * scale + (name.endswith("scale"))).astype(np.float32)
     if "target_ids" in params:
         chosen = rng.permutation(config.vocab_size)[: config.draft_vocab_size]

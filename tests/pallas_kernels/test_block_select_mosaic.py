@@ -16,9 +16,7 @@ from ssv_jax.pallas_kernels import (
     TreeKV,
     TreeQueries,
     UnsupportedKernelError,
-    block_select,
     completions,
-    compressed_attention,
     merge,
 )
 from ssv_jax.pallas_kernels.block_select import cases, mosaic_gpu, reference
@@ -202,7 +200,7 @@ def test_on_a_gpu_kernels_equal_the_definition_twice(name: str) -> None:
     with jax.default_matmul_precision("highest"):
         result = mosaic_gpu.select_and_attend(*args, geometry=case.geometry, scale=scale, group=case.group)
         check(case, result, args, scale)
-        alone = compressed_attention(*args, geometry=case.geometry, scale=scale, implementation="mosaic_gpu")
-        out, blocks = block_select(*args, geometry=case.geometry, scale=scale, implementation="mosaic_gpu")
+    alone = mosaic_gpu.compressed_attention(*args, geometry=case.geometry, scale=scale)
+    out, blocks = mosaic_gpu.block_select(*args, geometry=case.geometry, scale=scale)
     np.testing.assert_array_equal(alone, out)
     np.testing.assert_array_equal(blocks, result.blocks)
