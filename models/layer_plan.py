@@ -31,6 +31,18 @@ class LayerPlan:
             raise ValueError(f"layer plan: refresh-every must be >= 1, got {interval}")
         return cls(refresh=tuple(layer % interval == 0 for layer in range(num_layers)))
 
+    @classmethod
+    def at(cls, num_layers: int, layers: tuple[int, ...]) -> LayerPlan:
+        """Refresh at the given layers.
+
+        Raises:
+          ValueError: a layer that the model does not have, or a plan without layer 0.
+        """
+        outside = [layer for layer in layers if not 0 <= layer < num_layers]
+        if outside:
+            raise ValueError(f"layer plan: no layer {outside[0]}, the model has layers 0 to {num_layers - 1}")
+        return cls(refresh=tuple(layer in layers for layer in range(num_layers)))
+
     @property
     def all_refresh(self) -> bool:
         """Whether no layer inherits."""

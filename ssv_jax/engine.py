@@ -342,7 +342,7 @@ class Engine:
             group=self.strategy.group,
             shared=self.precision is PrecisionClass.APPROX,
             measure_overlap=self.config.nsa is not None and self._drafter.num_nodes > 1,
-            plan=LayerPlan.every(self.config.num_layers, self.strategy.refresh_every),
+            plan=layer_plan(self.config, self.strategy),
             implementation=self._implementation,
         )
 
@@ -391,14 +391,19 @@ class Engine:
         prefill_seconds = time.perf_counter() - began
 
         scanner = StopScanner(self.tokenizer, options.stop)
+        trace: dict[str, list[int]] = {"drafted": [], "accepted": [], "emitted": []}
         yield Chunk(text=scanner.push(tokens), tokens=tuple(tokens))
         began = time.perf_counter()
         decode_seconds = 0.0
         while int(state.status[0]) == RUNNING and not scanner.stopped:
             state, out = decode(self._params, state)
-            new = np.asarray(out.tokens[0, : int(out.count[0])]).tolist()
+            out = jax.device_get(out)  # one transfer a call
+            new = out.tokens[0, : int(out.count[0])].tolist()
             decode_seconds = time.perf_counter() - began
             tokens += new
+            happened = out.emitted[0] > 0
+            for name in trace:
+                trace[name] += getattr(out, name)[0][happened].tolist()
             self._progress("decode", len(tokens), options.max_new_tokens)
             yield Chunk(text=scanner.push(new), tokens=tuple(new))
             began = time.perf_counter() - decode_seconds  # the consumer's time is not ours
@@ -419,7 +424,7 @@ class Engine:
                 "decode": decode_seconds,
             },
             decode_tok_s=(len(tokens) - 1) / decode_seconds if decode_seconds else 0.0,
-            stats=self._stats(state.stats),
+            stats=self._stats(state.stats) | {"per_round": trace},
         )
 
     def _stats(self, stats: RoundStats) -> dict[str, Any]:
@@ -451,7 +456,7 @@ def check_strategy(config: LlamaConfig, strategy: Strategy, allowed: PrecisionCl
     Raises:
       UsageError: says what to change.
     """
-    if config.nsa is None and (strategy.group > 1 or strategy.refresh_every > 1):
+    if config.nsa is None and (strategy.group > 1 or strategy.reuses):
         raise UsageError(
             "grouping and layer plans are about selected blocks, and this model's attention is dense: "
             "drop them, or run sparse attention"
@@ -461,9 +466,21 @@ def check_strategy(config: LlamaConfig, strategy: Strategy, allowed: PrecisionCl
             f"layer plan: refresh-every={strategy.refresh_every} exceeds the model's {config.num_layers} layers"
         )
     try:
+        layer_plan(config, strategy)
         strategy.check(allowed)
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def layer_plan(config: LlamaConfig, strategy: Strategy) -> LayerPlan:
+    """The strategy's plan for this model.
+
+    Raises:
+      ValueError: a layer that the model does not have.
+    """
+    if strategy.refresh_layers is not None:
+        return LayerPlan.at(config.num_layers, strategy.refresh_layers)
+    return LayerPlan.every(config.num_layers, strategy.refresh_every)
 
 
 def check_implementation(implementation: Implementation) -> None:

@@ -53,9 +53,17 @@ def _tree(text: str) -> dict[str, int]:
     return fields
 
 
-def _layer_plan(text: str) -> int:
-    fields = _fields(text, ("refresh-every",))
-    return fields["refresh-every"]
+def _layer_plan(text: str) -> dict[str, Any]:
+    """`refresh-every=N` or `refresh=0,4,9`."""
+    name, _, value = text.partition("=")
+    try:
+        if name == "refresh-every":
+            return {"refresh_every": int(value)}
+        if name == "refresh":
+            return {"refresh_layers": tuple(int(layer) for layer in value.split(","))}
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"must read refresh-every=N or refresh=0,4,9, got {text!r}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -101,7 +109,7 @@ def parser() -> argparse.ArgumentParser:
     spec.add_argument("--traversal", choices=["bfs", "dfs"], default="bfs", help="order of tree nodes in a pass")
     spec.add_argument("--group", type=int, default=1, metavar="N", help="nodes that share a block visit list")
     spec.add_argument("--grouping", choices=["exact", "shared"], default="exact")
-    spec.add_argument("--layer-plan", type=_layer_plan, default=1, metavar="refresh-every=N")
+    spec.add_argument("--layer-plan", type=_layer_plan, default={}, metavar="refresh-every=N")
     spec.add_argument("--precision", choices=["lossless", "strict", "approx"], default="lossless")
     report = p.add_argument_group("output")
     report.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -217,7 +225,7 @@ def _load(args: argparse.Namespace, progress: _Progress) -> Engine:
             traversal=args.traversal,
             group=args.group,
             grouping=args.grouping,
-            refresh_every=args.layer_plan,
+            **args.layer_plan,
             draft_window=args.draft_window,
         )
         strategy.check(PrecisionClass(args.precision))

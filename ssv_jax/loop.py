@@ -269,7 +269,14 @@ def decode_round(decoding: Decoding, params: Params, state: DecodeState) -> tupl
         drafter=drafter.observe(params, state.drafter, seen),
         stats=_count(state, tree, queries.position - state.cache.length[:, None], result.num_accepted, emitted),
     )
-    return state, Emitted(tokens=tokens, count=emitted)
+    drafted = (tree.valid & (tree.parent >= 0)).sum(1, dtype=jnp.int32)
+    return state, Emitted(
+        tokens=tokens,
+        count=emitted,
+        drafted=jnp.where(emitted > 0, drafted, 0)[:, None],
+        accepted=jnp.minimum(result.num_accepted, emitted)[:, None],
+        emitted=emitted[:, None],
+    )
 
 
 def _watch_overlap(
@@ -339,7 +346,14 @@ def decode_until(decoding: Decoding, params: Params, state: DecodeState, rounds:
     """
     batch = state.count.shape[0]
     width = decoding.drafter.max_depth + 1
-    empty = Emitted(tokens=jnp.zeros((batch, rounds * width), jnp.int32), count=jnp.zeros((batch,), jnp.int32))
+    zeros = jnp.zeros((batch, rounds), jnp.int32)
+    empty = Emitted(
+        tokens=jnp.zeros((batch, rounds * width), jnp.int32),
+        count=jnp.zeros((batch,), jnp.int32),
+        drafted=zeros,
+        accepted=zeros,
+        emitted=zeros,
+    )
     first = state.round
 
     def running(carry: tuple[DecodeState, Emitted]) -> Bool[Array, ""]:
@@ -347,8 +361,18 @@ def decode_until(decoding: Decoding, params: Params, state: DecodeState, rounds:
 
     def step(carry: tuple[DecodeState, Emitted]) -> tuple[DecodeState, Emitted]:
         state, out = carry
+        turn = state.round - first
         state, new = decode_round(decoding, params, state)
-        tokens = _append_history(out.tokens, out.count, new.tokens, new.count)
-        return state, Emitted(tokens=tokens, count=out.count + new.count)
+
+        def record(into: Array, value: Array) -> Array:
+            return jax.lax.dynamic_update_slice_in_dim(into, value, turn, axis=1)
+
+        return state, Emitted(
+            tokens=_append_history(out.tokens, out.count, new.tokens, new.count),
+            count=out.count + new.count,
+            drafted=record(out.drafted, new.drafted),
+            accepted=record(out.accepted, new.accepted),
+            emitted=record(out.emitted, new.emitted),
+        )
 
     return jax.lax.while_loop(running, step, (state, empty))

@@ -86,7 +86,17 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Emitted:
-    """Tokens emitted by one call, in order; columns at and after `count` are garbage."""
+    """Tokens emitted by one call, in order; columns at and after `count` are garbage.
 
-    tokens: Int[Array, "B R"]
+    Args:
+      tokens: of all rounds of the call, one after the other.
+      count: tokens of each sequence.
+      drafted, accepted: drafts verified and accepted in each round; 0 in rounds that did not happen.
+      emitted: tokens emitted in each round.
+    """
+
+    tokens: Int[Array, "B X"]
     count: Int[Array, " B"]
+    drafted: Int[Array, "B R"]
+    accepted: Int[Array, "B R"]
+    emitted: Int[Array, "B R"]

@@ -73,6 +73,7 @@ class Strategy:
       grouping: `exact` visits the union of the group's selections; `shared` gives all the group's nodes the
         first one's.
       refresh_every: layers 0, k, 2k, ... select blocks, the others inherit.
+      refresh_layers: the layers that select, instead of `refresh_every`.
       draft_window: tokens that the drafter's network attends to, None for all.
 
     Raises:
@@ -85,6 +86,7 @@ class Strategy:
     group: int = 1
     grouping: Literal["exact", "shared"] = "exact"
     refresh_every: int = 1
+    refresh_layers: tuple[int, ...] | None = None
     draft_window: int | None = None
 
     def __post_init__(self) -> None:
@@ -98,6 +100,11 @@ class Strategy:
             raise ValueError(f"group must be between 1 and 32, got {self.group}")
         if self.refresh_every < 1:
             raise ValueError(f"layer plan: refresh-every must be >= 1, got {self.refresh_every}")
+        if self.refresh_layers is not None:
+            if self.refresh_every != 1:
+                raise ValueError("layer plan: give refresh_every or refresh_layers, not both")
+            if 0 not in self.refresh_layers:
+                raise ValueError("layer plan: layer 0 must be a refresh layer, it has nothing to inherit")
         if self.draft_window is not None and (self.draft != "eagle3" or self.draft_window < 1):
             raise ValueError("a draft window needs the eagle3 drafter and a size >= 1: drop it, or choose eagle3")
         if self.draft == "none" and self.tree is not None:
@@ -119,7 +126,12 @@ class Strategy:
         """The class that this strategy's output belongs to, on a sparse target."""
         if self.grouping == "shared" and self.group > 1:
             return PrecisionClass.APPROX
-        return PrecisionClass.LOSSLESS if self.refresh_every == 1 else PrecisionClass.STRICT
+        return PrecisionClass.STRICT if self.reuses else PrecisionClass.LOSSLESS
+
+    @property
+    def reuses(self) -> bool:
+        """Whether a layer plan was asked for in which layers inherit."""
+        return self.refresh_every > 1 or self.refresh_layers is not None
 
     def check(self, allowed: PrecisionClass) -> None:
         """Raises ValueError when this strategy deviates more than the user allows."""

@@ -70,6 +70,14 @@ class Partials:
     tree: Float[Array, "X R 64 M"] | None
 
 
+def put(ref: Any, x: Array, interpret: Any) -> None:
+    """A store that may have bank conflicts or touch parts of cache lines; a plain one may not where `store` exists."""
+    if interpret is None and hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
+
+
 def mass_depth(steps: int) -> int:
     """Tiles of the mass array for `steps` tiles of entries: one before them, and a multiple of 32 in all."""
     return -(-(steps + 1) // 32) * 32
@@ -274,8 +282,8 @@ def attend(
                 fetch(i + stages, slot)
 
             if score:
-                mass_ref[x, tile, first + i + 1] = p if mass is None else mass
-                top_ref[x, tile, first + i + 1] = top
+                put(mass_ref.at[x, tile, first + i + 1], p if mass is None else mass, interpret)
+                put(top_ref.at[x, tile, first + i + 1], top, interpret)
             return acc, top, total
 
         acc, top, total = lax.fori_loop(0, n, step, (acc, top, total))
@@ -310,15 +318,15 @@ def attend(
                     fetch_tree(i + 1)
 
             if score:
-                tree_ref[x, tile, :, at] = p
-                top_ref[x, tile, depth + i] = top
+                put(tree_ref.at[x, tile, :, at], p, interpret)
+                put(top_ref.at[x, tile, depth + i], top, interpret)
             return acc, top, total
 
         acc, top, total = lax.fori_loop(0, chunks, tree_step, (acc, top, total))
         for panel in range(panels):
-            o_ref[x, tile, s, :, pl.ds(panel * PANEL, PANEL)] = acc[panel]
-        stats_ref[x, tile, s, 0] = top
-        stats_ref[x, tile, s, 1] = total
+            put(o_ref.at[x, tile, s, :, pl.ds(panel * PANEL, PANEL)], acc[panel], interpret)
+        put(stats_ref.at[x, tile, s, 0], top, interpret)
+        put(stats_ref.at[x, tile, s, 1], total, interpret)
 
     body.__name__ = "nsa_compressed_scores" if score else "nsa_compressed"
     sm = plgpu.SMEM

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .mosaic_attend import TREE_TILE, Partials
+from .mosaic_attend import TREE_TILE, Partials, put
 
 QUAD = 4  # nodes of a thread block: one per warp
 EMPTY = 1 << 30
@@ -68,11 +68,6 @@ def line(size: int) -> Any:
     return _Lay(plgpu.Tiling(((2 * lanes,), (2,))), warp_dims=(_Times(4),), lane_dims=lane_dims, vector_dim=-1)
 
 
-def stacked() -> Any:
-    """[4, n] registers: rows on warps, every lane of a warp holds the whole row."""
-    return _Lay(plgpu.Tiling(((QUAD, 1),)), warp_dims=(-2,), lane_dims=(_Times(32),), vector_dim=-1)
-
-
 def spread(x: Array, shape: tuple[int, ...], dims: tuple[int, ...], layout: Any) -> Array:
     """`broadcast_in_dim` into a layout."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, dims), layout)
@@ -88,7 +83,7 @@ def lists_width(slots: int) -> int:
     return 16 if slots <= 16 else -(-slots // 32) * 32
 
 
-def merge_lists(list_s: Any, scratch: Any, width: int, length: int) -> None:
+def merge_lists(list_s: Any, scratch: Any, width: int, length: int, interpret: Any) -> None:
     """Union of the lists in `list_s[0:length]`, each `width` long and -1 padded, by comparing all pairs.
 
     Leaves the distinct blocks, ascending, in `scratch[3]`, and who listed them, as bits, in `scratch[4]`.
@@ -100,11 +95,11 @@ def merge_lists(list_s: Any, scratch: Any, width: int, length: int) -> None:
     first_s, owner_s, rank_s, block_s, bits_s = (scratch.at[i] for i in range(5))
 
     def at_columns(ref: Any) -> Array:
-        x = plgpu.load(ref.at[pl.ds(0, length)], layout=by_column)
+        x = plgpu.load(ref.at[pl.ds(0, length)], layout=by_column, optimized=False)
         return spread(x, (rows, length), (1,), layout)
 
     def at_rows(start: int) -> Array:
-        x = plgpu.load(list_s.at[pl.ds(start, rows)], layout=by_row)
+        x = plgpu.load(list_s.at[pl.ds(start, rows)], layout=by_row, optimized=False)
         return spread(x, (rows, length), (0,), layout)
 
     column = plgpu.broadcasted_iota(i32, (rows, length), 1, layout=layout)
@@ -114,18 +109,18 @@ def merge_lists(list_s: Any, scratch: Any, width: int, length: int) -> None:
     for start in range(0, length, rows):
         same = (at_rows(start) == values) & (values >= 0)
         earlier = jnp.where(same & (column < row + start), 1, 0)
-        first_s[pl.ds(start, rows)] = jnp.sum(earlier, axis=1)
-        owner_s[pl.ds(start, rows)] = jnp.sum(jnp.where(same, bits, 0), axis=1)
+        put(first_s.at[pl.ds(start, rows)], jnp.sum(earlier, axis=1), interpret)
+        put(owner_s.at[pl.ds(start, rows)], jnp.sum(jnp.where(same, bits, 0), axis=1), interpret)
     first = (at_columns(first_s) == 0) & (values >= 0)
     for start in range(0, length, rows):
         below = jnp.where(first & (values < at_rows(start)), 1, 0)
-        rank_s[pl.ds(start, rows)] = jnp.sum(below, axis=1)
+        put(rank_s.at[pl.ds(start, rows)], jnp.sum(below, axis=1), interpret)
     rank = jnp.where(first, at_columns(rank_s), -1)
     owners = at_columns(owner_s)
     for start in range(0, length, rows):
         here = rank == row + start
-        block_s[pl.ds(start, rows)] = jnp.sum(jnp.where(here, values + 1, 0), axis=1) - 1
-        bits_s[pl.ds(start, rows)] = jnp.sum(jnp.where(here, owners, 0), axis=1)
+        put(block_s.at[pl.ds(start, rows)], jnp.sum(jnp.where(here, values + 1, 0), axis=1) - 1, interpret)
+        put(bits_s.at[pl.ds(start, rows)], jnp.sum(jnp.where(here, owners, 0), axis=1), interpret)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,6 +147,11 @@ class SelectPlan:
     per_tile: int
     spills: bool
     group: int
+
+    @property
+    def rounds(self) -> int:
+        """Blocks to choose beside the forced ones."""
+        return max(self.slots - self.init - self.local, 0)
 
 
 def finish(
@@ -206,7 +206,7 @@ def finish(
             if plan.group:
                 (merged_ref, owners_ref), refs = refs[:2], refs[2:]
                 work_s, refs = refs[-1], refs[:-1]
-            out_s, flat_s, words_s, floats_s, factor_s, over_s = refs
+            out_s, flat_s, words_s, floats_s, factor_s, over_s, item_s, rank_s = refs
         else:
             (out_s,) = refs
         quad, x = lax.axis_index("q"), lax.axis_index("x")
@@ -229,7 +229,7 @@ def finish(
                 parts = plgpu.load(out_p.at[x, tile, :, rows(h)], layout=layout, optimized=False)
                 results.append(jnp.sum(parts * spread(weight, parts.shape, (0, 1), layout), axis=0))
             for h, result in enumerate(results):
-                out_s[:, h] = result
+                put(out_s.at[:, h], result, interpret)
             plgpu.commit_smem()
             for i in range(QUAD):
 
@@ -248,8 +248,8 @@ def finish(
             if plan.per_tile >= 32:
                 return plgpu.layout_cast(x, layout)
             word_s = words_s if x.dtype == i32 else floats_s
-            word_s[...] = x
-            return plgpu.load(word_s, layout=layout)
+            put(word_s, x, interpret)
+            return plgpu.load(word_s, layout=layout, optimized=False)
 
         def select() -> None:
             steps, depth = plan.steps, mass_ref.shape[2]
@@ -313,19 +313,21 @@ def finish(
 
             gains = lax.fori_loop(0, chunks, chunk, gains)
             for h, factor in enumerate(factors):
-                factor_s[h] = factor
+                put(factor_s.at[h], factor, interpret)
             if plan.spills:
-                over_s[...] = over
+                put(over_s, over, interpret)
 
             # Garbage beyond the visited tiles is dropped at the end: it stays in its own elements.
             score = full(shape3, 0.0, f32, layout)
             for h in range(group_heads):
                 mass = masses[h] if early else load_mass(h)
-                factor = plgpu.load(factor_s.at[h, pl.ds(1, steps)], layout=by_tile)
+                factor = plgpu.load(factor_s.at[h, pl.ds(1, steps)], layout=by_tile, optimized=False)
                 score = score + mass * spread(factor, shape3, (0, 1), layout)
             score = jnp.where(tile_of < visited, score, 0.0)
             if plan.spills:
-                spilt = spread(plgpu.load(over_s.at[pl.ds(0, steps)], layout=by_tile), shape3, (0, 1), layout)
+                spilt = spread(
+                    plgpu.load(over_s.at[pl.ds(0, steps)], layout=by_tile, optimized=False), shape3, (0, 1), layout
+                )
                 score = score + jnp.where((lane == 0) & (tile_of > 0) & (tile_of <= visited), spilt, 0.0)
             block = tile_of * plan.per_tile + lane
             for e, gain in enumerate(gains):
@@ -336,45 +338,55 @@ def finish(
             free = (block <= mine3 - plan.local) & (block >= plan.init)
             key = jnp.where(free, lax.bitcast_convert_type(score, i32), -1)
             reverse = EMPTY - block
-            chosen = []
-            for _ in range(max(plan.slots - plan.init - plan.local, 0)):
+            rounds = plan.rounds
+
+            def choose(r: Array, key: Array) -> Array:
                 best = jnp.max(jnp.max(key, axis=0), axis=1)
                 found = jnp.where(key == spread(best, shape3, (1,), layout), reverse, -1)
                 index = EMPTY - jnp.max(jnp.max(found, axis=0), axis=1)
                 index = jnp.where(best >= 0, index, EMPTY)
+                put(item_s.at[plan.init + r], index, interpret)
                 # The kept value first: a constant there would make the lowering take the whole for unsigned.
-                key = jnp.where(block != spread(index, shape3, (1,), layout), key, -1)
-                chosen.append(index)
+                return jnp.where(block != spread(index, shape3, (1,), layout), key, -1)
 
-            width = lists_width(plan.slots)
-            wide, flat = (QUAD, width), stacked()
-            slot = plgpu.broadcasted_iota(i32, wide, 1, layout=flat)
-            lists = full(wide, -1, i32, flat)
-            node = t0 + plgpu.broadcasted_iota(i32, wide, 0, layout=flat)
+            lax.fori_loop(0, rounds, choose, key)  # a loop, not unrolled: fetching instructions takes time too
 
-            def put(lists: Array, index: Array, rank: Array) -> Array:
-                index, rank = (spread(recast(y, flat.reduce(1)), wide, (0,), flat) for y in (index, rank))
-                return jnp.where((slot == rank) & (index < EMPTY) & (node < nodes), index, lists)
-
+            # Every chosen block's place in the ascending list.
             zero = full((QUAD,), 0, i32, by_node)
             count = jnp.minimum(mine + 1, plan.init)
             for i in range(plan.init):
-                lists = put(lists, jnp.where(mine >= i, zero + i, EMPTY), zero + i)
+                put(item_s.at[i], jnp.where(mine >= i, zero + i, EMPTY), interpret)
+                put(rank_s.at[i], zero + i, interpret)
             taken = count
-            for index in chosen:
-                rank = count
-                for other in chosen:
-                    if other is not index:
-                        rank = rank + jnp.where(other < index, 1, 0)
-                lists = put(lists, index, rank)
-                taken = taken + jnp.where(index < EMPTY, 1, 0)
+            if rounds:
+                some = pl.ds(plan.init, rounds)
+                items = plgpu.load(item_s.at[some], layout=by_tile, optimized=False)
+                ranks = spread(count, (rounds, QUAD), (1,), by_tile)
+                for i in range(rounds):
+                    other = plgpu.load(item_s.at[plan.init + i], layout=by_node, optimized=False)
+                    ranks = ranks + jnp.where(spread(other, (rounds, QUAD), (1,), by_tile) < items, 1, 0)
+                put(rank_s.at[some], ranks, interpret)
+                taken = taken + jnp.sum(jnp.where(items < EMPTY, 1, 0), axis=0)
             for i in range(plan.local):
                 index = mine - (plan.local - 1 - i)
                 valid = index >= plan.init
-                lists = put(lists, jnp.where(valid, index, EMPTY), taken)
+                put(item_s.at[plan.init + rounds + i], jnp.where(valid, index, EMPTY), interpret)
+                put(rank_s.at[plan.init + rounds + i], taken, interpret)
                 taken = taken + jnp.where(valid, 1, 0)
+
+            width = lists_width(plan.slots)
+            wide, flat = (QUAD, width), pairs(width)
+            slot = plgpu.broadcasted_iota(i32, wide, 1, layout=flat)
+            lists = full(wide, -1, i32, flat)
+            node = t0 + plgpu.broadcasted_iota(i32, wide, 0, layout=flat)
+            for i in range(plan.init + rounds + plan.local):
+                index, rank = (
+                    spread(plgpu.load(ref.at[i], layout=flat.reduce(1), optimized=False), wide, (0,), flat)
+                    for ref in (item_s, rank_s)
+                )
+                lists = jnp.where((slot == rank) & (index < EMPTY) & (node < nodes), index, lists)
             if interpret is None:
-                flat_s.reshape(QUAD, width)[...] = lists
+                put(flat_s.reshape(QUAD, width), lists, interpret)
             else:  # the interpreter cannot reshape references
                 for i in range(QUAD):
                     flat_s[pl.ds(i * width, width)] = lists[i]
@@ -383,7 +395,8 @@ def finish(
                 @pl.when(t0 + i < nodes)
                 def _(i: int = i) -> None:
                     slots = pl.ds(i * width, plan.slots)
-                    selected_ref[x, t0 + i] = plgpu.load(flat_s.at[slots], layout=line(plan.slots))
+                    picked = plgpu.load(flat_s.at[slots], layout=line(plan.slots), optimized=False)
+                    put(selected_ref.at[x, t0 + i], picked, interpret)
 
             if plan.group:
                 publish(width)
@@ -396,10 +409,11 @@ def finish(
 
                 @pl.when(t0 + part * plan.group < nodes)
                 def _(part: int = part) -> None:
-                    merge_lists(flat_s.at[pl.ds(part * length, length)], work_s, width, length)
+                    merge_lists(flat_s.at[pl.ds(part * length, length)], work_s, width, length, interpret)
                     index = quad * (QUAD // plan.group) + part
                     for ref, source in ((merged_ref, 3), (owners_ref, 4)):
-                        ref[x, index] = plgpu.load(work_s.at[source, pl.ds(0, used)], layout=line(used))
+                        found = plgpu.load(work_s.at[source, pl.ds(0, used)], layout=line(used), optimized=False)
+                        put(ref.at[x, index], found, interpret)
 
         @pl.when(lax.axis_index("j") == 0)
         def _() -> None:
@@ -421,6 +435,7 @@ def finish(
         scratch += [plgpu.SMEM((QUAD,), i32), plgpu.SMEM((QUAD,), f32)]
         depth = partials.mass.shape[2]
         scratch += [plgpu.SMEM((group_heads, depth, QUAD), f32), plgpu.SMEM((depth, QUAD), f32)]
+        scratch += [plgpu.SMEM((plan.init + plan.rounds + plan.local, QUAD), i32)] * 2
         if plan.group:
             merged = (batch * heads, -(-nodes // plan.group), min(plan.group * plan.slots, plan.blocks))
             shapes += [jax.ShapeDtypeStruct(merged, i32)] * 2
@@ -454,10 +469,12 @@ def merge(
 
     def body(list_ref: Any, merged_ref: Any, owners_ref: Any, list_s: Any, work_s: Any) -> None:
         part, x = lax.axis_index("p"), lax.axis_index("x")
-        list_s[...] = plgpu.load(list_ref.at[x, part], layout=line(length), optimized=False)
-        merge_lists(list_s, work_s, width, length)
+        lists = plgpu.load(list_ref.at[x, part], layout=line(length), optimized=False)
+        put(list_s, lists, interpret)
+        merge_lists(list_s, work_s, width, length, interpret)
         for ref, source in ((merged_ref, 3), (owners_ref, 4)):
-            ref[x, part] = plgpu.load(work_s.at[source, pl.ds(0, used)], layout=line(used))
+            found = plgpu.load(work_s.at[source, pl.ds(0, used)], layout=line(used), optimized=False)
+            put(ref.at[x, part], found, interpret)
 
     body.__name__ = "nsa_merge"
     merged = jax.ShapeDtypeStruct((batch_heads, parts, used), jnp.int32)

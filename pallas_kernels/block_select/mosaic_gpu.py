@@ -78,7 +78,9 @@ def _bins(geometry: Geometry, tile: int) -> np.ndarray | None:
     return table.astype(np.float32)
 
 
-def _check(q: Array, cached: CachedKV, tree: TreeKV, geometry: Geometry, tile: int, select: bool) -> None:
+def _check(
+    q: Array, cached: CachedKV, tree: TreeKV, geometry: Geometry, *, scale: float, tile: int, select: bool
+) -> None:
     dim, heads = q.shape[-1], q.shape[-2]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise UnsupportedKernelError(f"needs bfloat16 or float16 queries, got {q.dtype}")
@@ -91,6 +93,8 @@ def _check(q: Array, cached: CachedKV, tree: TreeKV, geometry: Geometry, tile: i
         raise UnsupportedKernelError(f"needs at most {MAX_HEADS} heads per KV head, got {heads}")
     if q.shape[1] > MAX_NODES:
         raise UnsupportedKernelError(f"needs at most {MAX_NODES} nodes, got {q.shape[1]}")
+    if scale <= 0:
+        raise UnsupportedKernelError(f"needs a positive scale, got {scale}")
     if not select:
         return
     size, stride, block = geometry.kernel_size, geometry.kernel_stride, geometry.block_size
@@ -187,19 +191,20 @@ def lay_out(
     queries: TreeQueries,
     *,
     geometry: Geometry,
+    scale: float,
     select: bool,
     group: int,
     config: AttendConfig | None,
 ) -> Operands:
     """Prepares a call; see `select_and_attend`."""
+    _check(q, cached, tree, geometry, scale=scale, tile=128 if config is None else config.tile, select=select)
     batch, nodes, heads, group_heads, dim = q.shape
     entries, completed = cached.k_cmp.shape[2], tree.k_cmp.shape[2]
-    limit = ROWS // group_heads // QUAD * QUAD if group_heads <= MAX_HEADS else QUAD
+    limit = ROWS // group_heads // QUAD * QUAD
     per_tile_nodes = min(limit, -(-nodes // QUAD) * QUAD)
     row_tiles = -(-nodes // per_tile_nodes)
     if config is None:
-        config = tiles.choose(row_tiles=row_tiles, heads=batch * heads, entries=entries, dim=dim, score=select)
-    _check(q, cached, tree, geometry, config.tile, select)
+        config = tiles.choose(row_tiles=row_tiles, heads=batch * heads, entries=entries)
 
     padded = _pad_axis(q, 1, row_tiles * per_tile_nodes)
     rows = padded.reshape(batch, row_tiles, per_tile_nodes, heads, group_heads, dim).transpose(0, 3, 1, 4, 2, 5)
@@ -299,7 +304,9 @@ def select_and_attend(
       UnsupportedKernelError: shape or dtype that the kernels do not cover.
     """
     batch, nodes, heads = q.shape[:3]
-    operands = lay_out(q, cached, tree, queries, geometry=geometry, select=select, group=group, config=config)
+    operands = lay_out(
+        q, cached, tree, queries, geometry=geometry, scale=scale, select=select, group=group, config=config
+    )
     partials = operands.attend(scale=scale, interpret=interpret)
     out, *rest = operands.finish(partials, q.shape, interpret=interpret)
     plan = operands.plan

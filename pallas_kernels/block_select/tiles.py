@@ -1,16 +1,43 @@
-"""Tile choices of the compressed-branch kernels: measured ones per device, a heuristic for the rest."""
+"""Tile choices of the compressed-branch kernels: data per device, that of the H200 for devices without their own."""
 
 from __future__ import annotations
 
+import functools
+import importlib.resources
+import json
+from typing import Any
+
+import jax
+
 from .mosaic_attend import AttendConfig
 
-PROCESSORS = 132  # of an H200
+DEFAULT = "nvidia_h200"
 
 
-def choose(*, row_tiles: int, heads: int, entries: int, dim: int, score: bool) -> AttendConfig:
-    """Tiles for `row_tiles` tiles of 64 query rows over `entries` compressed entries, `heads` = B * K."""
-    tile = 128
-    warpgroups = min(row_tiles, 3)
+@functools.cache
+def _table(device: str) -> dict[str, Any]:
+    folder = importlib.resources.files(__package__).joinpath("tiles")
+    file = folder.joinpath(f"{device}.json")
+    if not file.is_file():
+        file = folder.joinpath(f"{DEFAULT}.json")
+    return json.loads(file.read_text())
+
+
+def choose(*, row_tiles: int, heads: int, entries: int) -> AttendConfig:
+    """Tiles for `row_tiles` tiles of 64 query rows over `entries` compressed entries.
+
+    Row tiles share loads of keys and values as far as registers allow; the entries are split so that the thread blocks
+    fill the device once.
+
+    Args:
+      row_tiles: tiles of query rows.
+      heads: KV heads of all sequences, B * K.
+      entries: capacity in compressed entries.
+    """
+    table = _table(jax.devices()[0].device_kind.lower().replace(" ", "_"))
+    rows = table["warpgroups"]
+    warpgroups = next(row["warpgroups"] for row in rows if row_tiles <= row["row_tiles_up_to"])
     blocks = heads * -(-row_tiles // warpgroups)
-    splits = max(1, min(16, PROCESSORS // blocks, -(-entries // tile)))
-    return AttendConfig(tile=tile, splits=splits, warpgroups=warpgroups, stages=2)
+    steps = -(-entries // table["tile"])
+    splits = max(1, min(table["most_splits"], table["processors"] // blocks, steps))
+    return AttendConfig(tile=table["tile"], splits=splits, warpgroups=warpgroups, stages=table["stages"])

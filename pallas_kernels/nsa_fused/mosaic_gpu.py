@@ -12,10 +12,11 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from ..block_select.mosaic_gpu import require_hopper, select_and_attend
+from ..block_select.mosaic_gpu import select_and_attend
 from ..errors import UnsupportedKernelError
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries
 from ..sparse_verify import mosaic_gpu as verify_ops
+from ..sparse_verify.hopper import require_hopper
 from ..sparse_verify.schedule import MergedSchedule, Selection
 from ..sparse_verify.tiles import TileConfig
 

@@ -12,10 +12,10 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..block_select.mosaic_gpu import require_hopper
 from ..errors import UnsupportedKernelError
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries
 from . import tiles
+from .hopper import require_hopper
 from .mosaic_kernel import attention
 from .mosaic_rows import ROWS, row_tiles
 from .schedule import MergedSchedule

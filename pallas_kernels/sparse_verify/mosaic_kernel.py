@@ -22,14 +22,10 @@ from .mosaic_attend import (
     Inputs,
     Problem,
     Ring,
-    acquire,
-    arrive,
     attend,
-    reset,
     splat,
-    store_rows,
-    sync,
 )
+from .mosaic_inline import acquire, arrive, reset, store_rows, sync
 from .mosaic_rows import ROWS, gate_rows, pass_masks, row_tiles
 from .schedule import MergedSchedule
 from .tiles import TileConfig

@@ -11,7 +11,7 @@ from typing import Any
 ROWS = 64  # rows of a row tile and keys of a key tile
 RESIDENT = 2  # thread blocks that fit on a multiprocessor
 CORES = 132  # multiprocessors of an H200
-LEAST_KEYS = 3  # key tiles below which a split costs more than it saves
+LEAST_KEYS = 6  # key tiles below which a split costs more than it saves
 MAX_SPLITS = 16
 
 
@@ -29,7 +29,7 @@ class TileConfig:
     selected: int
     window: int
     compressed: int = 1
-    stages: int = 3
+    stages: int = 2
     dense_nodes: int | None = None
     fused: bool = True
 
@@ -56,17 +56,17 @@ def heuristic(
     """
     slots = cores * RESIDENT
     work = selected_tiles * selected_keys + dense_tiles * (window_keys + compressed_keys)
+    branches = ((selected_tiles, selected_keys), (dense_tiles, window_keys), (dense_tiles, compressed_keys))
     each = max(LEAST_KEYS, -(-work // slots))  # key tiles that a thread block should get
-
-    def splits(keys: int) -> int:
-        return max(1, min(MAX_SPLITS, round(keys / each)))
-
-    return TileConfig(
-        selected=splits(selected_keys),
-        window=splits(window_keys),
-        compressed=splits(compressed_keys) if compressed_keys else 1,
-        stages=3 if pieces == 1 else 2,
-    )
+    while True:
+        splits = [max(1, min(MAX_SPLITS, round(keys / each))) for _, keys in branches]
+        blocks = sum(count * n for (count, keys), n in zip(branches, splits, strict=True) if keys)
+        if blocks <= slots or max(splits) == 1:  # a second wave of thread blocks would take as long as the first
+            break
+        each += 1
+    # Two blocks of 128-wide heads fit on a multiprocessor with two stages, not with three.
+    stages = 3 if pieces == 1 and (dim <= 64 or blocks <= cores) else 2
+    return TileConfig(selected=splits[0], window=splits[1], compressed=splits[2], stages=stages)
 
 
 @functools.cache

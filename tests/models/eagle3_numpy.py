@@ -50,12 +50,11 @@ def random_head(config: Eagle3Config, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     params: dict[str, np.ndarray] = {}
     for name, shape in eagle3.param_shapes(config).items():
-        fan = shape[0] if name.endswith("qkv/kernel") else np.prod(shape[:-1])
-        if "gate_up" in name:
-            fan = shape[0]
+        fan = shape[0] if "qkv" in name or "gate_up" in name else np.prod(shape[:-1])
         scale = 1.5 / np.sqrt(max(fan, 1)) if name.endswith("kernel") else 0.7
-        if name == "lm_head/kernel":
-            scale /= 4  # several likely tokens, so that beams have different parents
+        # Sharp attention, so that a pair's own token and path decide its feature; several likely tokens, so that
+        # beams have different parents.
+        scale *= {"qkv/kernel": 2.5, "lm_head/kernel": 0.25}.get("/".join(name.split("/")[-2:]), 1.0)
         params[name] = (rng.normal(size=shape) * scale + (name.endswith("scale"))).astype(np.float32)
     if "target_ids" in params:
         chosen = rng.permutation(config.vocab_size)[: config.draft_vocab_size]

@@ -157,7 +157,7 @@ def test_commits_of_random_paths_equal_a_prefill_of_the_accepted_tokens(name):
         text = Text(rng, [start, rng.integers(0, capacity - 5)])
         cache = cache_of(text, sizes, garbage_of(rng, sizes))
         for step in range(5):
-            parents = np.stack([random_parents(rng, NODES, STYLES[(trial + step + b) % 3]) for b in range(BATCH)])
+            parents = np.stack([random_parents(rng, NODES, STYLES[(trial + step + b) % 5]) for b in range(BATCH)])
             tree, nodes = tree_of(text, cache, parents, sizes)
             paths, counts = zip(
                 *(random_path(rng, parents[b], capacity - int(text.lengths[b])) for b in range(BATCH)), strict=True

@@ -44,3 +44,17 @@ def test_a_plan_is_static():
     assert hash(LayerPlan.every(4, 2)) == hash(LayerPlan(refresh=(True, False, True, False)))
     with pytest.raises(dataclasses.FrozenInstanceError):
         LayerPlan.every(2).refresh = (True,)
+
+
+def test_refresh_at_given_layers():
+    assert LayerPlan.at(4, (0, 3)).refresh == (True, False, False, True)
+    assert LayerPlan.at(2, (1, 0, 0)) == LayerPlan.every(2)
+
+
+@pytest.mark.parametrize("layer", [4, -1])
+def test_a_layer_that_does_not_exist_is_refused(layer):
+    """A typo in a plan that silently refreshes less often."""
+    with pytest.raises(ValueError, match=f"layer plan: no layer {layer}, the model has layers 0 to 3"):
+        LayerPlan.at(4, (0, layer))
+    with pytest.raises(ValueError, match="layer 0 must be a refresh layer"):
+        LayerPlan.at(4, (1,))

@@ -162,6 +162,4 @@ def test_shapes_and_groups_that_do_not_fit_are_refused():
     with pytest.raises(ShapeError, match=r"gates has shape \(1, 13, 2, 3, 2\), expected \(1, 13, 2, 3, 3\)"):
         inspect.unwrap(refresh_attention)(*arguments, given.gates[..., :2], geometry=case.sizes, scale=1.0)
     with pytest.raises(ValueError, match="group must be between 1 and 32, got 0"):
-        jax.eval_shape(
-            lambda: refresh_attention(*arguments, given.gates, geometry=case.sizes, scale=1.0, group=0)
-        )
+        jax.eval_shape(lambda: refresh_attention(*arguments, given.gates, geometry=case.sizes, scale=1.0, group=0))

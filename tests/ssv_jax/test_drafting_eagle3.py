@@ -47,7 +47,7 @@ class Setup:
     graphdef: Any
     oracle: NumpyHead
 
-    def dynamic(self, depth: int = 2, top_k: int = 3, nodes: int = 20, window: int | None = None) -> Eagle3Drafter:
+    def dynamic(self, depth: int = 2, top_k: int = 3, nodes: int = 22, window: int | None = None) -> Eagle3Drafter:
         return Eagle3Drafter(
             graphdef=self.graphdef, config=self.config, depth=depth, top_k=top_k, num_nodes=nodes, window=window
         )
@@ -145,7 +145,7 @@ def test_dynamic_tree_equals_numpy_for_ragged_sequences(setup, name):
     for row, length in enumerate(lengths):
         stable = made.oracle.prefill(taps[:, row, :length], tokens[row, :length])
         root = int(tokens[row, length - 1])
-        assert_tree(tree, row, tree_of(made.oracle, stable, root, depth=2, top_k=3, nodes=20))
+        assert_tree(tree, row, tree_of(made.oracle, stable, root, depth=2, top_k=3, nodes=22))
         if name != "plain":
             continue
         alone = fresh(drafter, made.params, taps[:, row : row + 1], tokens[row : row + 1], [length])
@@ -154,7 +154,7 @@ def test_dynamic_tree_equals_numpy_for_ragged_sequences(setup, name):
     assert np.asarray(tree.valid).all() and tree.q is None
 
 
-@pytest.mark.parametrize(("depth", "top_k", "nodes"), [(5, 1, 7), (1, 4, 2), (3, 2, 15), (1, 17, 30)])
+@pytest.mark.parametrize(("depth", "top_k", "nodes"), [(5, 1, 7), (1, 4, 2), (3, 3, 25), (1, 17, 30)])
 def test_tree_shapes_equal_numpy(setup, depth, top_k, nodes):
     # A chain, a tree of one draft, the whole pool, and every token of the draft vocabulary.
     made = setup()
@@ -199,7 +199,7 @@ def test_window_that_covers_everything_changes_nothing_and_a_short_one_equals_nu
     np.testing.assert_allclose(trees[4][1].feature[0], stable[-1].feature, rtol=1e-4, atol=1e-4)
     assert np.abs(trees[4][1].feature - trees[None][1].feature).max() > 1e-3
     root = int(tokens[0, 8])
-    assert_tree(trees[4][0], 0, tree_of(made.oracle, stable, root, depth=2, top_k=3, nodes=20, window=4))
+    assert_tree(trees[4][0], 0, tree_of(made.oracle, stable, root, depth=2, top_k=3, nodes=22, window=4))
 
 
 def test_nothing_recompiles_and_drafters_are_static(setup):
@@ -207,7 +207,7 @@ def test_nothing_recompiles_and_drafters_are_static(setup):
     again = made.dynamic()
     assert again == made.dynamic() and hash(again) == hash(made.dynamic())
     assert again != made.dynamic(window=5)
-    assert again.taps == (2, 3, 4) and again.num_nodes == 20 and again.max_depth == 3
+    assert again.taps == (2, 3, 4) and again.num_nodes == 22 and again.max_depth == 3
     taps, tokens = stream()
     state = fresh(again, made.params, taps, tokens, [3])
     propose(again, made.params, state, **roots(tokens, [3]), key=jax.random.key(0))
@@ -517,7 +517,7 @@ def test_sampled_drafters_refuse_nonsense(setup, tmp_path):
 def test_load_drafter_proposes_what_the_head_in_memory_proposes(setup, tmp_path):
     made = setup()
     export_eagle3(tmp_path / "head", made.config, random_head(made.config))
-    drafter, state = load_drafter(tmp_path / "head", TARGET, depth=2, top_k=3, nodes=20)
+    drafter, state = load_drafter(tmp_path / "head", TARGET, depth=2, top_k=3, nodes=22)
     assert drafter == made.dynamic() and isinstance(drafter, Eagle3Drafter)
     taps, tokens = stream()
     params = Params(target=made.params.target, draft=state)

@@ -40,6 +40,11 @@ def test_speculation_changes_no_token(engine, speculative):
     got = speculative.generate(PROMPT, max_new_tokens=40, ignore_eos=True)
     assert got.tokens == want.tokens
     assert got.stats["drafted"] > 0
+    rounds = got.stats["per_round"]
+    assert sum(rounds["drafted"]) == got.stats["drafted"]
+    assert sum(rounds["accepted"]) == got.stats["accepted"]
+    assert sum(rounds["emitted"]) == len(got.tokens) - 1
+    assert len(rounds["emitted"]) == got.stats["rounds"]
     assert got.stats["precision"] == "lossless"
     assert got.stats["overlap"] is None or 0 <= got.stats["overlap"] <= 1
 

@@ -113,6 +113,8 @@ def test_list_models(capsys):
         (("--prompt", "a", "--group", "0"), "group must be"),
         (("--prompt", "a", "--layer-plan", "refresh-every=0", "--precision", "strict"), "refresh-every must be >= 1"),
         (("--prompt", "a", "--layer-plan", "every=2"), "must read refresh-every=N"),
+        (("--prompt", "a", "--layer-plan", "refresh=1,2", "--precision", "strict"), "layer 0 must be a refresh layer"),
+        (("--prompt", "a", "--layer-plan", "refresh=0,2", "--precision", "strict"), "no layer 2"),
         (("--prompt", "a", "--layer-plan", "refresh-every=2"), "only lossless is allowed"),
         (("--prompt", "a", "--grouping", "shared", "--group", "2"), "only lossless is allowed"),
         (("--prompt", "a", "--draft", "eagle3"), "needs a draft model"),
