@@ -70,8 +70,6 @@ class DraftAttention(nnx.Module):
         tree = DenseLayerTree(k=jnp.swapaxes(k, 1, 2), v=jnp.swapaxes(v, 1, 2))
         if earlier is not None:
             tree = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=2), earlier, tree)
-            # The op wants a query for every node of the tree: those of earlier passes ask for nothing.
-            q = jnp.pad(q, ((0, 0), (earlier.k.shape[2], 0), (0, 0), (0, 0), (0, 0)))
         out = dense_verify(
             q,
             cache.k,
@@ -83,7 +81,7 @@ class DraftAttention(nnx.Module):
             window=options.window,
             implementation=options.implementation,
         )
-        return self.o(out[:, -rows:].astype(x.dtype)), tree
+        return self.o(out.astype(x.dtype)), tree
 
 
 class DraftLayer(nnx.Module):

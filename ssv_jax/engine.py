@@ -17,6 +17,7 @@ from .drafting.protocol import Params
 from .errors import ContextLengthError, UsageError
 from .loop import Decoding, init_state
 from .models.config import NSA_PRESETS, LlamaConfig, NSAConfig
+from .models.eagle3_config import TapConvention
 from .models.layer_plan import LayerPlan
 from .models.llama import build
 from .models.loading import load, read_model_config
@@ -145,6 +146,7 @@ class Engine:
         strategy: Strategy | None = None,
         precision: PrecisionClass = PrecisionClass.LOSSLESS,
         draft_model: str | Path | None = None,
+        tap_convention: TapConvention | None = None,
         implementation: Implementation = None,
         tensor: int = 1,
         notes: Sequence[str] = (),
@@ -161,6 +163,7 @@ class Engine:
           strategy: how to draft and verify; autoregressive by default.
           precision: the deviation that is acceptable.
           draft_model: directory of the drafter's network, for drafters that have one.
+          tap_convention: what its tap ids mean, where they are not the usual ones (`resolve_taps`).
           implementation: of the attention ops, see `pallas_kernels.dispatch.run`.
           tensor: devices to spread heads, feed-forward and vocabulary over.
           notes: what to tell users about the weights.
@@ -175,7 +178,7 @@ class Engine:
         self.precision = self.strategy.precision
         self.notes, self.load_seconds = tuple(notes), load_seconds
         check_strategy(config, self.strategy, precision)
-        check_drafter(self.strategy, config, draft_model)
+        check_drafter(self.strategy, config, draft_model, tap_convention)
         check_implementation(implementation)
         self._implementation = implementation
         self._progress = progress
@@ -191,7 +194,7 @@ class Engine:
                 for name, array in params.items()
             }
         self._graphdef, target = build(config, params, self.dtype)
-        self._drafter, draft = build_drafter(self.strategy, config, draft_model, self.dtype, params)
+        self._drafter, draft = build_drafter(self.strategy, config, draft_model, self.dtype, params, tap_convention)
         self._params = Params(target=target, draft=draft)
         self.variants = Variants(mesh)
 
@@ -243,7 +246,7 @@ class Engine:
         # Before minutes of loading.
         strategy = options.get("strategy") or Strategy()
         check_strategy(config, strategy, options.get("precision", PrecisionClass.LOSSLESS))
-        check_drafter(strategy, config, options.get("draft_model"))
+        check_drafter(strategy, config, options.get("draft_model"), options.get("tap_convention"))
 
         def loading(done: int, total: int) -> None:
             progress("load", done, total)

@@ -104,6 +104,9 @@ def parser() -> argparse.ArgumentParser:
     spec = p.add_argument_group("speculation")
     spec.add_argument("--draft", choices=["none", "ngram", "eagle3"], default="none")
     spec.add_argument("--draft-model", metavar="DIR", help="an EAGLE-3 head")
+    spec.add_argument(
+        "--tap-convention", choices=["residual", "layer-output"], help="what the head's tap ids mean, if ambiguous"
+    )
     spec.add_argument("--draft-window", type=int, metavar="N", help="tokens that the head attends to; default: all")
     spec.add_argument("--tree", type=_tree, metavar="depth=6,topk=8,nodes=32")
     spec.add_argument("--traversal", choices=["bfs", "dfs"], default="bfs", help="order of tree nodes in a pass")
@@ -240,6 +243,7 @@ def _load(args: argparse.Namespace, progress: _Progress) -> Engine:
         strategy=strategy,
         precision=PrecisionClass(args.precision),
         draft_model=args.draft_model,
+        tap_convention=args.tap_convention,
         implementation=args.implementation,
         tensor=parse_mesh(args.mesh) if args.mesh else 1,
     )

@@ -25,10 +25,12 @@ TREE_TILE = 64  # completed entries that are attended to at a time (the least K 
 MASKED = -1e30
 START = -1e20  # of the running maximum: above MASKED, so that a masked score gives exp2(...) = 0
 PANEL = 64  # columns of a swizzled panel: 128 bytes
-_TILED = (plgpu.TilingTransform((8, PANEL)), plgpu.SwizzleTransform(128))
+_pallas: Any = plgpu  # for names that its type information leaves out or takes for abstract
+_Accumulator = _pallas.ACC
+_TILED = (_pallas.TilingTransform((8, PANEL)), _pallas.SwizzleTransform(128))
 # A copy into a tiled buffer needs a row count that is a multiple of 8, and the number of entries is not. A panel of 64
 # columns lies in memory the same way without the tiling, so copies go to such an alias.
-_PLAIN = (plgpu.SwizzleTransform(128),)
+_PLAIN = (_pallas.SwizzleTransform(128),)
 Carry = tuple[list[Array], Array, Array]  # accumulators of the panels, running maximum, running sum
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 
@@ -73,7 +75,7 @@ class Partials:
 def put(ref: Any, x: Array, interpret: Any) -> None:
     """A store that may have bank conflicts or touch parts of cache lines; a plain one may not where `store` exists."""
     if interpret is None and hasattr(plgpu, "store"):
-        plgpu.store(ref, x, optimized=False)
+        _pallas.store(ref, x, optimized=False)
     else:
         ref[...] = x
 
@@ -121,6 +123,7 @@ def attend(
     groups = -(-tiles // warps)
     steps = -(-entries // size)
     depth = mass_depth(steps)
+    binned = score and bins is not None
     width = size if bins is None else bins.shape[0]
     factor = LOG2E * scale
     panels = dim // PANEL
@@ -129,20 +132,18 @@ def attend(
     half = q.dtype
 
     def body(*refs: Any) -> None:
-        (q_ref, k_ref, v_ref, tk_ref, tv_ref, bias_ref, counts_ref), refs = refs[:7], refs[7:]
-        if score and bins is not None:
-            (bins_ref, *refs) = refs
-        (o_ref, stats_ref), refs = refs[:2], refs[2:]
-        if score:
-            (mass_ref, top_ref, tree_ref), refs = refs[:3], refs[3:]
-        (q_s, (k_s, k_copy), (v_s, v_copy), tk_s, tv_s, q_b, k_b, v_b, t_b, free_b), refs = (
-            refs[:10],
-            refs[10:],
-        )
-        if score and bins is not None:
-            (bins_s, bins_b), refs = refs[:2], refs[2:]
-        if in_smem:
-            (p_s, b_s, pt_s), refs = refs[:3], refs[3:]
+        left = iter(refs)
+
+        def take(present: bool = True) -> Any:
+            return next(left) if present else None
+
+        q_ref, k_ref, v_ref, tk_ref, tv_ref, bias_ref, counts_ref = (take() for _ in range(7))
+        bins_ref = take(binned)
+        o_ref, stats_ref = take(), take()
+        mass_ref, top_ref, tree_ref = (take(score) for _ in range(3))
+        q_s, (k_s, k_copy), (v_s, v_copy), tk_s, tv_s, q_b, k_b, v_b, t_b, free_b = (take() for _ in range(10))
+        bins_s, bins_b = take(binned), take(binned)
+        p_s, b_s, pt_s = (take(in_smem) for _ in range(3))
         if in_smem:  # and gives each member of a union a buffer of its own
             k_copy, v_copy = k_s, v_s
         w = lax.axis_index("wg")
@@ -185,11 +186,11 @@ def attend(
             def _() -> None:
                 fetch_tree(i32(0))
 
-            if score and bins is not None:
+            if binned:
                 plgpu.copy_gmem_to_smem(bins_ref, bins_s, bins_b)
 
         plgpu.barrier_wait(q_b.at[w])
-        if score and bins is not None:
+        if binned:
             plgpu.barrier_wait(bins_b)
         column = plgpu.broadcasted_iota(i32, (ROWS, size), 1, layout=plgpu.Layout.WGMMA)
         top = plgpu.layout_cast(jnp.full((ROWS,), START, f32), _ROW)
@@ -204,7 +205,7 @@ def attend(
                     plgpu.wgmma(acc_ref, q_s.at[w, panel], keys.at[panel].transpose((1, 0)))
                 return acc_ref[...]
 
-            return pl.run_scoped(product, plgpu.ACC((ROWS, columns), f32))
+            return pl.run_scoped(product, _Accumulator((ROWS, columns), f32))
 
         def soften(values: Array, top: Array, total: Array) -> tuple[Array, Array, Array, Array]:
             new_top = jnp.maximum(top, values.max(axis=1) * factor)
@@ -244,9 +245,9 @@ def attend(
                     bin_parts(acc_ref)
                     return acc_ref[...]
 
-                gained = pl.run_scoped(weigh_from_zero, *[plgpu.ACC((ROWS, PANEL), f32)] * panels)
+                gained = pl.run_scoped(weigh_from_zero, *[_Accumulator((ROWS, PANEL), f32)] * panels)
                 acc = [old + new for old, new in zip(acc, gained, strict=True)]
-                return acc, pl.run_scoped(bin_from_zero, plgpu.ACC((ROWS, width), f32)) if parts else None
+                return acc, pl.run_scoped(bin_from_zero, _Accumulator((ROWS, width), f32)) if parts else None
 
             def both(refs: tuple[list[Any], list[Any]]) -> None:
                 weigh(refs[0])
@@ -256,7 +257,7 @@ def attend(
             # In place: two sets of accumulators do not fit into the registers of three warpgroups.
             zero = [plgpu.layout_cast(jnp.full((ROWS, width), 0.0, f32), plgpu.Layout.WGMMA)] if parts else []
             acc, found = pl.run_state(both)(
-                ([plgpu.ACC.init(old) for old in acc], [plgpu.ACC.init(new) for new in zero])
+                ([_Accumulator.init(old) for old in acc], [_Accumulator.init(new) for new in zero])
             )
             return acc, found[0] if parts else None
 
@@ -269,7 +270,7 @@ def attend(
             p, top, alpha, total = soften(values, top, total)
             high = p.astype(jnp.bfloat16)
             operand = high if half == jnp.bfloat16 else p.astype(half)
-            parts = (high, (p - high.astype(f32)).astype(jnp.bfloat16)) if score and bins is not None else ()
+            parts = (high, (p - high.astype(f32)).astype(jnp.bfloat16)) if binned else ()
             plgpu.barrier_wait(v_b.at[slot])
             acc, mass = multiply(acc, alpha, operand, v_s.at[slot], p_s if in_smem else None, parts)
             if warps > 1:
@@ -304,7 +305,7 @@ def attend(
             plgpu.barrier_wait(t_b)
             values = jnp.where(hidden < 0.0, MASKED, scores(tk_s, TREE_TILE))
             p, top, alpha, total = soften(values, top, total)
-            acc, _ = multiply(acc, alpha, p.astype(half), tv_s, pt_s if in_smem else None)
+            acc = multiply(acc, alpha, p.astype(half), tv_s, pt_s if in_smem else None)[0]
             if warps > 1:
                 plgpu.barrier_arrive(free_b.at[stages])
 
@@ -356,7 +357,7 @@ def attend(
         ]
         if bins is not None:
             operands.append(bins)
-            scratch += [sm(bins.shape, jnp.bfloat16, transforms=_TILED), plgpu.Barrier()]
+            scratch += [sm((width, size), jnp.bfloat16, transforms=_TILED), plgpu.Barrier()]
     if in_smem:
         scratch += [
             sm((warps, ROWS, size), half, transforms=_TILED),

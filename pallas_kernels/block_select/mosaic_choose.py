@@ -183,6 +183,10 @@ def finish(
     """
     batch, nodes, heads, group_heads, dim = shape
     quads = -(-nodes // QUAD)
+    static: Any = plan  # read only where there is a plan
+    selects = plan is not None
+    merges = selects and bool(static.group)
+    mass: Any = partials.mass
     jobs = 1 if plan is None else 2
     f32, i32 = jnp.float32, jnp.int32
     vector = min(4, dim // 32)
@@ -197,18 +201,18 @@ def finish(
         return top, jnp.sum(weight * sums, axis=0), tops
 
     def body(*refs: Any) -> None:
-        (out_p, stats_ref, counts_ref), refs = refs[:3], refs[3:]
-        if plan is not None:
-            (mass_ref, top_ref, tree_ref, own_ref, weights_ref), refs = refs[:5], refs[5:]
-        out_ref, refs = refs[0], refs[1:]
-        if plan is not None:
-            selected_ref, refs = refs[0], refs[1:]
-            if plan.group:
-                (merged_ref, owners_ref), refs = refs[:2], refs[2:]
-                work_s, refs = refs[-1], refs[:-1]
-            out_s, flat_s, words_s, floats_s, factor_s, over_s, item_s, rank_s = refs
-        else:
-            (out_s,) = refs
+        left = iter(refs)
+
+        def take(present: bool = True) -> Any:
+            return next(left) if present else None
+
+        out_p, stats_ref, counts_ref = (take() for _ in range(3))
+        mass_ref, top_ref, tree_ref, own_ref, weights_ref = (take(selects) for _ in range(5))
+        out_ref, selected_ref = take(), take(selects)
+        merged_ref, owners_ref = take(merges), take(merges)
+        out_s = take()
+        flat_s, words_s, floats_s, factor_s, over_s, item_s, rank_s = (take(selects) for _ in range(7))
+        work_s = take(merges)
         quad, x = lax.axis_index("q"), lax.axis_index("x")
         b, head = lax.div(x, i32(heads)), lax.rem(x, i32(heads))
         t0 = quad * QUAD
@@ -245,21 +249,21 @@ def finish(
 
         def recast(x: Array, layout: Any) -> Array:
             """Moves one number per node to a layout with other lanes."""
-            if plan.per_tile >= 32:
+            if static.per_tile >= 32:
                 return plgpu.layout_cast(x, layout)
             word_s = words_s if x.dtype == i32 else floats_s
             put(word_s, x, interpret)
             return plgpu.load(word_s, layout=layout, optimized=False)
 
         def select() -> None:
-            steps, depth = plan.steps, mass_ref.shape[2]
-            shape3 = (steps, QUAD, plan.per_tile)
-            layout = cube(min(32, plan.per_tile))
+            steps, depth = static.steps, mass_ref.shape[2]
+            shape3 = (steps, QUAD, static.per_tile)
+            layout = cube(min(32, static.per_tile))
             by_tile, by_node = layout.reduce(2), layout.reduce(0).reduce(1)
             down = tall()  # tiles on lanes
             tile_of = plgpu.broadcasted_iota(i32, shape3, 0, layout=layout)
             lane = plgpu.broadcasted_iota(i32, shape3, 2, layout=layout)
-            size = plan.per_tile * plan.ratio
+            size = static.per_tile * static.ratio
             visited = lax.div(counts_ref[b, 0] + (size - 1), i32(size))
             chunks = lax.div(counts_ref[b, 1] + (TREE_TILE - 1), i32(TREE_TILE))
             base = counts_ref[b, 2]
@@ -267,30 +271,30 @@ def finish(
             gains = [full((QUAD,), 0.0, f32, by_node)] * extra
 
             # Loads of all heads come before the first store to shared memory, which is a barrier that they cannot pass.
-            columns = pl.ds(0, plan.per_tile)
+            columns = pl.ds(0, static.per_tile)
 
             def load_mass(h: int) -> Array:
                 part = mass_ref.at[x, tile, pl.ds(1, steps), rows(h), columns]
                 return plgpu.load(part, layout=layout, optimized=False)
 
-            early = group_heads * steps * -(-plan.per_tile // 32) <= EARLY_REGISTERS
+            early = group_heads * steps * -(-static.per_tile // 32) <= EARLY_REGISTERS
             masses = [load_mass(h) for h in range(group_heads)] if early else []
             tops = [
                 plgpu.load(top_ref.at[x, tile, pl.ds(0, depth), rows(h)], layout=down, optimized=False)
                 for h in range(group_heads)
             ]
             rests = [
-                plgpu.load(mass_ref.at[x, tile, :, rows(h), plan.per_tile], layout=down, optimized=False)
-                for h in range(group_heads if plan.spills else 0)
+                plgpu.load(mass_ref.at[x, tile, :, rows(h), static.per_tile], layout=down, optimized=False)
+                for h in range(group_heads if static.spills else 0)
             ]
 
             # Factors from running maxima to probabilities, and the masses that spill over a tile's end.
             factors, lses, over = [], [], full((depth, QUAD), 0.0, f32, down)
             for h in range(group_heads):
-                top, total, _ = log_sum_exp(stats_ref.at[x, tile], rows(h), layout)
+                top, total = log_sum_exp(stats_ref.at[x, tile], rows(h), layout)[:2]
                 lse = jnp.where(total > 0.0, top + jnp.log2(jnp.maximum(total, 1e-30)), _HIDDEN)
                 lses.append(lse)
-                lse_down = lse if plan.per_tile >= 32 else recast(lse, down.reduce(0))
+                lse_down = lse if static.per_tile >= 32 else recast(lse, down.reduce(0))
                 factors.append(jnp.exp2(tops[h] - spread(lse_down, (depth, QUAD), (1,), down)))
             for rest, factor in zip(rests, factors, strict=False):
                 over = over + rest * factor
@@ -314,7 +318,7 @@ def finish(
             gains = lax.fori_loop(0, chunks, chunk, gains)
             for h, factor in enumerate(factors):
                 put(factor_s.at[h], factor, interpret)
-            if plan.spills:
+            if static.spills:
                 put(over_s, over, interpret)
 
             # Garbage beyond the visited tiles is dropped at the end: it stays in its own elements.
@@ -324,28 +328,28 @@ def finish(
                 factor = plgpu.load(factor_s.at[h, pl.ds(1, steps)], layout=by_tile, optimized=False)
                 score = score + mass * spread(factor, shape3, (0, 1), layout)
             score = jnp.where(tile_of < visited, score, 0.0)
-            if plan.spills:
+            if static.spills:
                 spilt = spread(
                     plgpu.load(over_s.at[pl.ds(0, steps)], layout=by_tile, optimized=False), shape3, (0, 1), layout
                 )
                 score = score + jnp.where((lane == 0) & (tile_of > 0) & (tile_of <= visited), spilt, 0.0)
-            block = tile_of * plan.per_tile + lane
+            block = tile_of * static.per_tile + lane
             for e, gain in enumerate(gains):
                 score = score + jnp.where(block == base + e, spread(gain, shape3, (1,), layout), 0.0)
 
             mine = plgpu.load(own_ref.at[b, pl.ds(t0, QUAD)], layout=by_node, optimized=False)
             mine3 = spread(mine, shape3, (1,), layout)
-            free = (block <= mine3 - plan.local) & (block >= plan.init)
+            free = (block <= mine3 - static.local) & (block >= static.init)
             key = jnp.where(free, lax.bitcast_convert_type(score, i32), -1)
             reverse = EMPTY - block
-            rounds = plan.rounds
+            rounds = static.rounds
 
             def choose(r: Array, key: Array) -> Array:
                 best = jnp.max(jnp.max(key, axis=0), axis=1)
                 found = jnp.where(key == spread(best, shape3, (1,), layout), reverse, -1)
                 index = EMPTY - jnp.max(jnp.max(found, axis=0), axis=1)
                 index = jnp.where(best >= 0, index, EMPTY)
-                put(item_s.at[plan.init + r], index, interpret)
+                put(item_s.at[static.init + r], index, interpret)
                 # The kept value first: a constant there would make the lowering take the whole for unsigned.
                 return jnp.where(block != spread(index, shape3, (1,), layout), key, -1)
 
@@ -353,33 +357,33 @@ def finish(
 
             # Every chosen block's place in the ascending list.
             zero = full((QUAD,), 0, i32, by_node)
-            count = jnp.minimum(mine + 1, plan.init)
-            for i in range(plan.init):
+            count = jnp.minimum(mine + 1, static.init)
+            for i in range(static.init):
                 put(item_s.at[i], jnp.where(mine >= i, zero + i, EMPTY), interpret)
                 put(rank_s.at[i], zero + i, interpret)
             taken = count
             if rounds:
-                some = pl.ds(plan.init, rounds)
+                some = pl.ds(static.init, rounds)
                 items = plgpu.load(item_s.at[some], layout=by_tile, optimized=False)
                 ranks = spread(count, (rounds, QUAD), (1,), by_tile)
                 for i in range(rounds):
-                    other = plgpu.load(item_s.at[plan.init + i], layout=by_node, optimized=False)
+                    other = plgpu.load(item_s.at[static.init + i], layout=by_node, optimized=False)
                     ranks = ranks + jnp.where(spread(other, (rounds, QUAD), (1,), by_tile) < items, 1, 0)
                 put(rank_s.at[some], ranks, interpret)
                 taken = taken + jnp.sum(jnp.where(items < EMPTY, 1, 0), axis=0)
-            for i in range(plan.local):
-                index = mine - (plan.local - 1 - i)
-                valid = index >= plan.init
-                put(item_s.at[plan.init + rounds + i], jnp.where(valid, index, EMPTY), interpret)
-                put(rank_s.at[plan.init + rounds + i], taken, interpret)
+            for i in range(static.local):
+                index = mine - (static.local - 1 - i)
+                valid = index >= static.init
+                put(item_s.at[static.init + rounds + i], jnp.where(valid, index, EMPTY), interpret)
+                put(rank_s.at[static.init + rounds + i], taken, interpret)
                 taken = taken + jnp.where(valid, 1, 0)
 
-            width = lists_width(plan.slots)
+            width = lists_width(static.slots)
             wide, flat = (QUAD, width), pairs(width)
             slot = plgpu.broadcasted_iota(i32, wide, 1, layout=flat)
             lists = full(wide, -1, i32, flat)
             node = t0 + plgpu.broadcasted_iota(i32, wide, 0, layout=flat)
-            for i in range(plan.init + rounds + plan.local):
+            for i in range(static.init + rounds + static.local):
                 index, rank = (
                     spread(plgpu.load(ref.at[i], layout=flat.reduce(1), optimized=False), wide, (0,), flat)
                     for ref in (item_s, rank_s)
@@ -394,23 +398,23 @@ def finish(
 
                 @pl.when(t0 + i < nodes)
                 def _(i: int = i) -> None:
-                    slots = pl.ds(i * width, plan.slots)
-                    picked = plgpu.load(flat_s.at[slots], layout=line(plan.slots), optimized=False)
+                    slots = pl.ds(i * width, static.slots)
+                    picked = plgpu.load(flat_s.at[slots], layout=line(static.slots), optimized=False)
                     put(selected_ref.at[x, t0 + i], picked, interpret)
 
-            if plan.group:
+            if static.group:
                 publish(width)
 
         def publish(width: int) -> None:
             """Merges the lists of each group of this thread block."""
-            length = plan.group * width
-            used = min(plan.group * plan.slots, plan.blocks)
-            for part in range(QUAD // plan.group):
+            length = static.group * width
+            used = min(static.group * static.slots, static.blocks)
+            for part in range(QUAD // static.group):
 
-                @pl.when(t0 + part * plan.group < nodes)
+                @pl.when(t0 + part * static.group < nodes)
                 def _(part: int = part) -> None:
                     merge_lists(flat_s.at[pl.ds(part * length, length)], work_s, width, length, interpret)
-                    index = quad * (QUAD // plan.group) + part
+                    index = quad * (QUAD // static.group) + part
                     for ref, source in ((merged_ref, 3), (owners_ref, 4)):
                         found = plgpu.load(work_s.at[source, pl.ds(0, used)], layout=line(used), optimized=False)
                         put(ref.at[x, index], found, interpret)
@@ -424,22 +428,22 @@ def finish(
             combine()
 
     body.__name__ = "nsa_combine" if plan is None else "nsa_select"
-    operands = [partials.out, partials.stats, counts]
     shapes = [jax.ShapeDtypeStruct((batch, nodes, heads, group_heads, dim), f32)]
+    operands: list[Any] = [partials.out, partials.stats, counts]
     scratch: list[Any] = [plgpu.SMEM((QUAD, group_heads, dim), f32)]
     if plan is not None:
         operands += [partials.mass, partials.top, partials.tree, own, weights]
-        shapes.append(jax.ShapeDtypeStruct((batch * heads, nodes, plan.slots), i32))
-        width = lists_width(plan.slots)
+        shapes.append(jax.ShapeDtypeStruct((batch * heads, nodes, static.slots), i32))
+        width = lists_width(static.slots)
         scratch.append(plgpu.SMEM((QUAD * width,), i32))
         scratch += [plgpu.SMEM((QUAD,), i32), plgpu.SMEM((QUAD,), f32)]
-        depth = partials.mass.shape[2]
+        depth = mass.shape[2]
         scratch += [plgpu.SMEM((group_heads, depth, QUAD), f32), plgpu.SMEM((depth, QUAD), f32)]
-        scratch += [plgpu.SMEM((plan.init + plan.rounds + plan.local, QUAD), i32)] * 2
-        if plan.group:
-            merged = (batch * heads, -(-nodes // plan.group), min(plan.group * plan.slots, plan.blocks))
+        scratch += [plgpu.SMEM((static.init + static.rounds + static.local, QUAD), i32)] * 2
+        if static.group:
+            merged = (batch * heads, -(-nodes // static.group), min(static.group * static.slots, static.blocks))
             shapes += [jax.ShapeDtypeStruct(merged, i32)] * 2
-            scratch.append(plgpu.SMEM((5, plan.group * width), i32))
+            scratch.append(plgpu.SMEM((5, static.group * width), i32))
     return tuple(
         plgpu.kernel(
             body,

@@ -308,7 +308,7 @@ def select_and_attend(
         q, cached, tree, queries, geometry=geometry, scale=scale, select=select, group=group, config=config
     )
     partials = operands.attend(scale=scale, interpret=interpret)
-    out, *rest = operands.finish(partials, q.shape, interpret=interpret)
+    out, *rest = operands.finish(partials, (batch, nodes, heads, q.shape[3], q.shape[4]), interpret=interpret)
     plan = operands.plan
     if plan is None:
         return Selected(out=out, blocks=jnp.zeros((batch, heads, nodes, 0), jnp.int32), merged=None, owners=None)

@@ -22,8 +22,8 @@ def dense_verify(
     q: Float[Array, "B T K G D"],
     k: Float[Array, "B K L D"],
     v: Float[Array, "B K L D"],
-    tree_k: Float[Array, "B K T D"],
-    tree_v: Float[Array, "B K T D"],
+    tree_k: Float[Array, "B K X D"],
+    tree_v: Float[Array, "B K X D"],
     queries: TreeQueries,
     *,
     scale: float,
@@ -33,7 +33,7 @@ def dense_verify(
     """softmax(q k^T scale) v over the committed rows and the node's own path.
 
     Args:
-      q: rotated queries.
+      q: rotated queries of the last T of the X nodes, usually all.
       k, v: committed rotated keys, and values; rows at and after the length are never read.
       tree_k, tree_v: the nodes' own.
       queries: where the nodes stand.
@@ -48,7 +48,10 @@ def dense_verify(
       ShapeError: shapes that do not fit each other.
       UnsupportedKernelError, ValueError: as `dispatch.run`.
     """
-    batch, nodes, kv_heads, _, dim = q.shape
+    batch, rows, kv_heads, _, dim = q.shape
+    nodes = queries.position.shape[1]
+    if rows > nodes:
+        raise ShapeError(f"q has {rows} rows, but queries only {nodes} nodes: q holds the last nodes, at most all")
     for name, got, want in (
         ("k", k.shape, (batch, kv_heads, k.shape[2], dim)),
         ("v", v.shape, k.shape),

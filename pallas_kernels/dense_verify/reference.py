@@ -12,20 +12,21 @@ def dense_verify(
     q: Float[Array, "B T K G D"],
     k: Float[Array, "B K L D"],
     v: Float[Array, "B K L D"],
-    tree_k: Float[Array, "B K T D"],
-    tree_v: Float[Array, "B K T D"],
+    tree_k: Float[Array, "B K X D"],
+    tree_v: Float[Array, "B K X D"],
     queries: TreeQueries,
     *,
     scale: float,
     window: int | None,
 ) -> Float[Array, "B T K G D"]:
     """Every node attends to the committed rows and to its own path, under one softmax."""
-    reach = k.shape[2] + q.shape[1] if window is None else window
+    reach = k.shape[2] + tree_k.shape[2] if window is None else window
     keys, values = (jnp.concatenate([old, new], axis=2).astype(jnp.float32) for old, new in ((k, tree_k), (v, tree_v)))
-    first = queries.position[..., None] - reach  # B T 1
+    asked = q.shape[1]  # the last nodes
+    first = queries.position[:, -asked:, None] - reach  # B T 1
     row = jnp.arange(k.shape[2])
     old = (row < queries.length[:, None, None]) & (row > first)
-    new = queries.ancestor & (queries.position[:, None] > first)
+    new = queries.ancestor[:, -asked:] & (queries.position[:, None] > first)
     mask = jnp.concatenate([old, new], axis=-1)[:, None, :, None]
     scores = jnp.einsum("btkgd,bkxd->bktgx", q.astype(jnp.float32), keys) * scale
     scores = jnp.where(mask, scores, -jnp.inf)

@@ -14,15 +14,16 @@ def dense_verify(
     q: Float[Array, "B T K G D"],
     k: Float[Array, "B K L D"],
     v: Float[Array, "B K L D"],
-    tree_k: Float[Array, "B K T D"],
-    tree_v: Float[Array, "B K T D"],
+    tree_k: Float[Array, "B K X D"],
+    tree_v: Float[Array, "B K X D"],
     queries: TreeQueries,
     *,
     scale: float,
     window: int | None,
 ) -> Float[Array, "B T K G D"]:
     """Every node attends to the committed rows in reach and to its own path, under one softmax."""
-    batch, nodes, kv_heads, heads, dim = q.shape
+    batch, asked, kv_heads, heads, dim = q.shape
+    nodes = tree_k.shape[2]
     capacity = k.shape[2]
     reach = capacity + nodes if window is None else window
     width = min(reach, capacity)
@@ -48,4 +49,4 @@ def dense_verify(
         return jnp.moveaxis(out.reshape(batch, kv_heads, count, heads, dim), 2, 1)
 
     elements = batch * kv_heads * heads * (width + nodes)
-    return map_query_tiles(tile, elements, q, queries.position, queries.ancestor)
+    return map_query_tiles(tile, elements, q, queries.position[:, -asked:], queries.ancestor[:, -asked:])

@@ -57,6 +57,7 @@ def lowered_refresh(
     found = select_and_attend(
         q, cached, tree, queries, geometry=geometry, scale=scale, group=group, interpret=interpret
     )
+    assert found.merged is not None and found.owners is not None  # a group was asked for
     schedule = MergedSchedule(blocks=found.merged, owners=found.owners, group=group)
     out = verify_ops.lowered(
         q,

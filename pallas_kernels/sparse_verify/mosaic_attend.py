@@ -9,23 +9,25 @@ does not depend on who is last.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.experimental.pallas.mosaic_gpu
 import jax.numpy as jnp
 from jax import lax
 
 from .mosaic_inline import list_counts, sync
 from .mosaic_rows import ROWS, WORDS, RowTiles
 
+plgpu: Any = jax.experimental.pallas.mosaic_gpu  # its type hints do not describe what it accepts
+
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # score of a masked key; finite, so that no inf - inf arises
 START = -1e20  # running maximum of a row without keys: exp2((MASKED - START) * scale) is 0
-SELECTED, WINDOW, COMPRESSED = "selected", "window", "compressed"
 
 WGMMA = plgpu.Layout.WGMMA
 PER_ROW = WGMMA.reduce(1)
@@ -211,7 +213,7 @@ def attend(
     ours, total = share(count), share(count + stream.tree_tiles)
     begin = jnp.minimum(share(full), ours)
 
-    def fetch(which: int, item: Any, rows: tuple[jax.Array, ...] | None) -> None:
+    def fetch(which: int, item: Any, rows: tuple[jax.Array, ...]) -> None:
         """Fills the slot of an item, which all warps have read; `rows` of a cached tile."""
         slot = lax.rem(jnp.int32(item), jnp.int32(stages))
         target, barriers = (ring.k, ring.k_barriers) if which == 0 else (ring.v, ring.v_barriers)
@@ -296,7 +298,8 @@ def attend(
         if stream.tree_tiles:
             tile = jnp.maximum(tile_of(item) - count, 0)
             of_tree = tree.words(tile, tree.bounds(tile))
-            of_cache = tuple(jnp.where(item < ours, c, t) for c, t in zip(of_cache, of_tree, strict=True))
+            low, high = (jnp.where(item < ours, c, t) for c, t in zip(of_cache, of_tree, strict=True))
+            of_cache = low, high
         return step(item, rows, state, words=of_cache), *after
 
     carry = lax.fori_loop(0, begin, full_step, (start, ahead[stages], bounds))
@@ -387,12 +390,11 @@ def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, interpr
         return tuple(found)
 
     def cached_words(_: jax.Array, bounds: tuple[jax.Array, ...]) -> Words:
-        low = high = None
+        found = []
         for piece in range(pieces):
             bits, end = bounds[2 * piece : 2 * piece + 2]
-            words = _range_words(jnp.int32(piece * size), jnp.where(owned(bits), end, piece * size))
-            low = words[0] if low is None else low | words[0]
-            high = words[1] if high is None else high | words[1]
+            found.append(_range_words(jnp.int32(piece * size), jnp.where(owned(bits), end, piece * size)))
+        low, high = (functools.reduce(jnp.bitwise_or, halves) for halves in zip(*found, strict=True))
         return low, high
 
     def tree_words(i: jax.Array, _: Any) -> Words:

@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
-import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.experimental.pallas.mosaic_gpu
 import jax.numpy as jnp
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref
+
+plgpu: Any = jax.experimental.pallas.mosaic_gpu  # its type hints do not describe what it accepts
 
 I32 = jnp.int32
 WGMMA = plgpu.Layout.WGMMA
@@ -98,8 +100,8 @@ def list_counts(blocks: Any, union: int, border: jax.Array, interpret: bool) -> 
     """Entries of a visit list before its padding, and those below `border`."""
     if interpret:
         found = [blocks[at] for at in range(union)]
-        count = sum((block >= 0).astype(I32) for block in found)
-        return count, sum(((block >= 0) & (block < border)).astype(I32) for block in found)
+        count = sum(((block >= 0).astype(I32) for block in found), jnp.int32(0))
+        return count, sum((((block >= 0) & (block < border)).astype(I32) for block in found), jnp.int32(0))
     splat_type = plgpu.ShapeDtypeStruct((), I32, layout=plgpu.Layout.WG_SPLAT)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=(splat_type, splat_type))

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.experimental.pallas.mosaic_gpu
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -29,6 +29,8 @@ from .mosaic_inline import acquire, arrive, reset, store_rows, sync
 from .mosaic_rows import ROWS, gate_rows, pass_masks, row_tiles
 from .schedule import MergedSchedule
 from .tiles import TileConfig
+
+plgpu: Any = jax.experimental.pallas.mosaic_gpu  # its type hints do not describe what it accepts
 
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 TILED_F32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
@@ -199,7 +201,7 @@ def _scratch(problem: Problem, dtype: Any, interpret: bool) -> tuple[list[Any], 
 
     def name(refs: Any) -> dict[str, Any]:
         refs = list(refs)
-        q = [(refs.pop(0), refs.pop(0)) if interpret else refs.pop(0) for _ in range(chunks)]
+        q: list[Any] = [(refs.pop(0), refs.pop(0)) if interpret else refs.pop(0) for _ in range(chunks)]
         ring = [refs.pop(0) for _ in range(2 * chunks)]
         array = refs.pop(0)
         named: dict[str, Any] = {}

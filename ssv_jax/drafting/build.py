@@ -10,6 +10,7 @@ from flax import nnx
 
 from ..errors import UsageError
 from ..models.config import LlamaConfig
+from ..models.eagle3_config import TapConvention
 from ..models.eagle3_loading import read_eagle3_config
 from ..strategy import Strategy
 from .dynamic_tree import check_tree
@@ -19,7 +20,12 @@ from .none import NoDrafter
 from .protocol import Drafter
 
 
-def check_drafter(strategy: Strategy, config: LlamaConfig, draft_model: str | Path | None) -> None:
+def check_drafter(
+    strategy: Strategy,
+    config: LlamaConfig,
+    draft_model: str | Path | None,
+    tap_convention: TapConvention | None = None,
+) -> None:
     """Refuses what `build_drafter` would, before any weights are read.
 
     Raises:
@@ -38,7 +44,7 @@ def check_drafter(strategy: Strategy, config: LlamaConfig, draft_model: str | Pa
         check_tree(depth=size.depth, top_k=size.topk, nodes=size.nodes)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    read_eagle3_config(draft_model, config)
+    read_eagle3_config(draft_model, config, tap_convention=tap_convention)
 
 
 def build_drafter(
@@ -47,6 +53,7 @@ def build_drafter(
     draft_model: str | Path | None,
     dtype: Any,
     params: Mapping[str, Any],
+    tap_convention: TapConvention | None = None,
 ) -> tuple[Drafter, nnx.State | None]:
     """The strategy's drafter and its network's parameters, for a strategy that `check_drafter` accepts.
 
@@ -56,6 +63,7 @@ def build_drafter(
       draft_model: directory of the network, for drafters that have one.
       dtype: of the network.
       params: of the target, whose output head some networks borrow.
+      tap_convention: what the checkpoint's tap ids mean, where they are not the usual ones.
 
     Raises:
       CheckpointError: a network that cannot be read or does not fit the target.
@@ -75,4 +83,5 @@ def build_drafter(
         window=strategy.draft_window,
         dtype=dtype,
         target_params=params,
+        tap_convention=tap_convention,
     )

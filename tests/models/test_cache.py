@@ -25,7 +25,7 @@ from ssv_jax.models.config import NSAConfig
 from ssv_jax.pallas_kernels import CachedKV, Geometry, TreeKV, completions
 from tests.golden import numpy_nsa as oracle
 from tests.models.model_cases import config, nsa
-from tests.pallas_kernels.cases import GEOMETRIES, STYLES, queries_of, random_parents, same_bits
+from tests.pallas_kernels.cases import GEOMETRIES, STYLES, ancestry, queries_of, random_parents, same_bits
 
 BATCH, HEADS, DIM, NODES, WIDTH, BLOCKS = 2, 2, 4, 7, 5, 5
 _commit = jax.jit(commit, static_argnames="geometry")
@@ -119,8 +119,11 @@ def tree_of(text: Text, cache: Cache, parents: np.ndarray, sizes: Geometry) -> t
 
 def random_path(rng: np.random.Generator, parents: np.ndarray, room: int) -> tuple[np.ndarray, int]:
     """A path padded with anything to WIDTH, and a count of accepted nodes from none to all that fit."""
-    path = oracle.tree_path(parents.tolist(), int(rng.integers(NODES)))[:WIDTH]
-    count = int(rng.integers(0, min(len(path), room) + 1))
+    deepest = int(ancestry(parents).sum(1).argmax())
+    node = rng.choice([deepest, int(rng.integers(NODES))])
+    path = oracle.tree_path(parents.tolist(), int(node))[:WIDTH]
+    fits = min(len(path), room)
+    count = int(rng.choice([0, fits, rng.integers(0, fits + 1)]))
     return np.concatenate([path, rng.integers(-1, NODES, WIDTH - len(path))]).astype(np.int32), count
 
 

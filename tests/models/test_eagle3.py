@@ -58,12 +58,12 @@ def test_a_chain_of_pairs_equals_the_numpy_head(tmp_path, name, window):
 
     features, trees, logits = run(jnp.asarray(table[tokens])[None], tuple(jnp.asarray(tap)[None] for tap in taps))
     pairs = oracle.prefill(taps, tokens, window or 10**9)
-    np.testing.assert_allclose(features[0], [pair.feature for pair in pairs], rtol=2e-5, atol=3e-4)
+    np.testing.assert_allclose(features[0], [pair.feature for pair in pairs], rtol=5e-5, atol=2e-3)
     log_p = jax.nn.log_softmax(logits)
-    np.testing.assert_allclose(log_p[0], [oracle.log_p(pair.feature) for pair in pairs], rtol=2e-5, atol=3e-4)
+    np.testing.assert_allclose(log_p[0], [oracle.log_p(pair.feature) for pair in pairs], rtol=5e-5, atol=2e-3)
     for layer, tree in enumerate(trees):
         keys = np.stack([pair.keys[layer] for pair in pairs], axis=1)
-        np.testing.assert_allclose(tree.k[0], keys, rtol=2e-5, atol=3e-4)
+        np.testing.assert_allclose(tree.k[0], keys, rtol=5e-5, atol=2e-3)
     assert logits.dtype == jnp.float32
     np.testing.assert_array_equal(head.to_target(jnp.arange(config.draft_vocab_size)), oracle.ids)
 

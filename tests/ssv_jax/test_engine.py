@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from ssv_jax import ContextLengthError, Engine, PrecisionClass, Strategy, TreeSpec, UsageError
+from ssv_jax.models.eagle3 import random_params as eagle3_params
+from ssv_jax.models.eagle3_config import Eagle3Config, default_taps
+from ssv_jax.models.eagle3_loading import export_eagle3
 from tests.ssv_jax.tiny import CONFIG, DENSE, write_checkpoint
 
 PROMPT = "abc abc abc abc "
@@ -236,3 +242,33 @@ def test_shared_grouping_runs_and_says_approx(directory):
     assert len(result.tokens) == 20
     assert result.stats["precision"] == "approx"
     assert result.stats["overlap"] is not None
+
+
+def test_eagle3_head_changes_no_token(tmp_path):
+    """A head from disk, wired through the engine: drafts are verified, and the text stays that of plain decoding."""
+    config = dataclasses.replace(CONFIG, num_layers=7)
+    target = write_checkpoint(tmp_path / "target", config=config)
+    head = Eagle3Config(
+        hidden_size=config.hidden_size,
+        target_hidden_size=config.hidden_size,
+        intermediate_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=64,
+        taps=default_taps(config.num_layers),
+    )
+    export_eagle3(tmp_path / "head", head, {n: np.asarray(x) for n, x in eagle3_params(head, 1).items()})
+    plain = Engine.load(target).generate(PROMPT, max_new_tokens=24, ignore_eos=True)
+    strategy = Strategy(draft="eagle3", tree=TreeSpec(depth=2, topk=3, nodes=8), draft_window=16, group=3)
+    engine = Engine.load(target, strategy=strategy, draft_model=tmp_path / "head")
+    fast = engine.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
+    assert fast.tokens == plain.tokens
+    assert fast.stats["drafted"] > 0
+    other = write_checkpoint(tmp_path / "other", config=dataclasses.replace(config, hidden_size=64))
+    with pytest.raises(ValueError, match="hidden"):
+        Engine.load(other, strategy=strategy, draft_model=tmp_path / "head")
+    with pytest.raises(UsageError, match="pool"):
+        too_many = Strategy(draft="eagle3", tree=TreeSpec(depth=1, topk=2, nodes=50))
+        Engine.load(target, strategy=too_many, draft_model=tmp_path / "head")

@@ -54,9 +54,9 @@ def test_sharing_yields_to_low_overlap_and_returns_later():
     tree = SimpleNamespace(valid=jnp.ones((1, 2), bool))
     for step in range(16):
         chosen = blocks["different" if step < 6 else "same"]
-        state = dataclasses.make_dataclass(
-            "State", ["stats", "status", "overlap_ema", "shared_on"], frozen=True
-        )(stats, jnp.zeros((1,), jnp.int32), jnp.float32(ema), jnp.asarray(on))
+        state = dataclasses.make_dataclass("State", ["stats", "status", "overlap_ema", "shared_on"], frozen=True)(
+            stats, jnp.zeros((1,), jnp.int32), jnp.float32(ema), jnp.asarray(on)
+        )
         output = SimpleNamespace(selections=(SimpleNamespace(blocks=chosen), None))
         watch = loop._watch_overlap.__wrapped__ if hasattr(loop._watch_overlap, "__wrapped__") else loop._watch_overlap
         after = watch(what, state, tree, queries, output)
