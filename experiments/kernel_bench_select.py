@@ -226,7 +226,7 @@ class Timing:
         scale, shape = case.dim**-0.5, q[0].shape
         self.args = [(*a, tree, queries) for a in zip(q, cached, strict=True)]
         self.ready = [
-            gpu.lay_out(*a, geometry=case.geometry, select=True, group=self.group, config=self.config)
+            gpu.lay_out(*a, geometry=case.geometry, scale=scale, select=True, group=self.group, config=self.config)
             for a in self.args
         ]
         names = [f.name for f in dataclasses.fields(self.ready[0])]

@@ -14,7 +14,9 @@ import dataclasses
 import functools
 import glob
 import importlib
+import itertools
 import json
+import math
 import pathlib
 import statistics
 import tempfile
@@ -227,8 +229,8 @@ def read_rate() -> float:
 
 
 def call(case: Case, config: Any) -> Any:
-    """The kernel of a case, under a tile configuration."""
-    attention = module("sparse_verify.mosaic_kernel").attention
+    """The kernel of a case, under a tile configuration (None: the one that the library chooses)."""
+    lowered = module("sparse_verify.mosaic_gpu").lowered
 
     def run(
         q: jax.Array,
@@ -238,20 +240,20 @@ def call(case: Case, config: Any) -> Any:
         schedule: MergedSchedule,
         gates: jax.Array,
     ) -> jax.Array:
-        return attention(
-            q,
-            cached,
-            tree,
-            queries,
-            schedule,
-            gates,
-            geometry=geometry(case),
-            scale=case.dim**-0.5,
-            compressed=case.op == "reuse",
-            config=config,
-        )
+        arguments = (q, cached, tree, queries, schedule, gates)
+        options = {"geometry": geometry(case), "scale": case.dim**-0.5, "compressed": case.op == "reuse"}
+        return lowered(*arguments, **options, config=config)
 
     return run
+
+
+def config_of(case: Case, config: Any) -> dict[str, Any]:
+    """What a call is really cut up like, for the record."""
+    if config is None:
+        work, choose = workload(case, calls=1), module("sparse_verify.mosaic_gpu").choose
+        schedule = work.selections[0].schedule
+        config = choose(work.q, shared_caches(case)[0], schedule, geometry(case), compressed=case.op == "reuse")
+    return dataclasses.asdict(config)
 
 
 def oracle(case: Case) -> Any:
@@ -310,7 +312,7 @@ def check(case: Case, config: Any) -> dict[str, Any]:
     same = all(np.array_equal(first, np.asarray(run(work.q, *arguments))) for _ in range(20))
     want = expected(case)
     error = float(np.linalg.norm(first - want) / np.linalg.norm(want))
-    return {"case": dataclasses.asdict(case), "config": dataclasses.asdict(config), "error": error, "repeats": same}
+    return {"case": dataclasses.asdict(case), "config": config_of(case, config), "error": error, "repeats": same}
 
 
 def bench(case: Case, config: Any, rate: float) -> dict[str, Any]:
@@ -333,7 +335,7 @@ def bench(case: Case, config: Any, rate: float) -> dict[str, Any]:
     median, low, high = (sum(map(function, ours.values())) for function in (statistics.median, min, max))
     return {
         "case": dataclasses.asdict(case),
-        "config": dataclasses.asdict(config),
+        "config": config_of(case, config),
         "kernel_us": median,
         "kernel_min_us": low,
         "kernel_max_us": high,
@@ -349,18 +351,65 @@ def bench(case: Case, config: Any, rate: float) -> dict[str, Any]:
     }
 
 
-def suite(name: str) -> tuple[list[tuple[Case, dict[str, Any]]], list[tuple[Case, dict[str, Any]]]]:
-    """(checks, benches) of a suite, as cases with options of `TileConfig`."""
-    return json_suite(pathlib.Path(name)) if name.endswith(".json") else BUILT_IN[name]
+def suite(name: str) -> tuple[list[tuple[Case, Any]], list[tuple[Case, Any]]]:
+    """(checks, benches) of a suite, as cases with options of `TileConfig` (None: the library's choice).
+
+    A file holds {"checks": [[case, config], ...], "benches": [...]}.
+    """
+    if name.endswith(".json"):
+        found = json.loads(pathlib.Path(name).read_text())
+        read = {part: [(Case(**case), tiles) for case, tiles in found.get(part, [])] for part in ("checks", "benches")}
+        return read["checks"], read["benches"]
+    small = Case(nodes=17, group=8, context=8192, op="reuse")
+    split = {"selected": 3, "window": 2, "compressed": 2}
+    checks: list[tuple[Case, Any]] = [(small, split | {"fused": fused}) for fused in (True, False)]
+    main_cases = [
+        Case(nodes=65, group=8),
+        Case(nodes=5, group=4),
+        Case(nodes=65, group=8, op="reuse"),
+        Case(nodes=1, group=1),
+        Case(nodes=65, group=1),
+        Case(nodes=129, group=8),
+        Case(nodes=1, group=1, op="reuse"),
+        Case(nodes=65, group=16),
+    ]
+    benches: list[tuple[Case, Any]] = [(case, None) for case in main_cases]
+    benches[1:1] = [(main_cases[0], {"selected": 3, "window": 1, "fused": False})]
+    benches[3:3] = [(main_cases[1], {"selected": 4, "window": 2, "fused": False})]
+    if name == "quick":
+        return checks, benches
+    checks += [
+        (Case(nodes=65, group=8, context=8192), None),
+        (Case(nodes=17, group=5, dim=64, heads=3, block_size=32, context=8192), None),
+        (Case(nodes=129, group=16, context=8192, op="reuse"), None),
+        (Case(nodes=7, group=3, heads=16, block_size=16, context=8192, op="reuse"), None),
+        (Case(nodes=1, group=1, context=8192, heads=1, op="reuse"), None),
+    ]
+    for dim, context, overlap, nodes in itertools.product(
+        (128, 64), (65536, 8192, 16384, 32768, 131072), (0.75, 0.5, 0.9), (1, 5, 17, 65, 129)
+    ):
+        for group in (1, 2, 4, 8, 16) if nodes > 1 else (1,):
+            case = Case(nodes=nodes, group=group, dim=dim, context=context, overlap=overlap)
+            benches += [(case, None), (dataclasses.replace(case, op="reuse"), None)]
+    return checks, list(dict.fromkeys((case, None) for case, tiles in benches if tiles is None))
 
 
-def json_suite(path: pathlib.Path) -> tuple[list[Any], list[Any]]:
-    """A suite from a file: {"checks": [[case, config], ...], "benches": [...]}."""
-    found = json.loads(path.read_text())
-    return tuple([(Case(**c), k) for c, k in found.get(part, [])] for part in ("checks", "benches"))  # type: ignore
+def add_baselines(rows: list[dict[str, Any]]) -> None:
+    """Times of one launch per node, and of ungrouped nodes, beside the rows for which they were measured too."""
 
+    def key(row: dict[str, Any], **changes: Any) -> str:
+        return json.dumps(row["case"] | changes, sort_keys=True)
 
-BUILT_IN: dict[str, Any] = {"quick": ([], []), "full": ([], [])}
+    times: dict[str, float] = {}
+    for row in rows:
+        if "kernel_us" in row:
+            times[key(row)] = min(row["kernel_us"], times.get(key(row), math.inf))
+    for row in rows:
+        nodes = row["case"]["nodes"]
+        for name, changes, factor in (("per_query_us", {"nodes": 1}, nodes), ("ungrouped_us", {}, 1)):
+            found = times.get(key(row, group=1, **changes))
+            if "kernel_us" in row and found is not None:
+                row[name] = factor * found
 
 
 def main() -> None:
@@ -389,7 +438,7 @@ def main() -> None:
                 print(f"out of time before {case}", flush=True)
                 break
             began = time.time()
-            config = config_type(**tiles)
+            config = None if tiles is None else config_type(**tiles)
             try:
                 row = check(case, config) if kind == "checks" else bench(case, config, rate)
             except Exception as error:
@@ -401,9 +450,10 @@ def main() -> None:
             others = {k: [round(x, 2) for x in v] for k, v in row.get("other_kernels", {}).items()}
             print(
                 f"{case.op} T={case.nodes} C={case.group} D={case.dim} L={case.context} ov={case.overlap} {tiles} "
-                f"{shown} {others if 'show' in case.op or case.nodes == 5 else ''} [{time.time() - began:.1f}s]",
+                f"{shown} {others if case.nodes == 5 else ''} [{time.time() - began:.1f}s]",
                 flush=True,
             )
+    add_baselines(results["benches"])
     options.output.write_text(json.dumps(results, indent=1))
 
 

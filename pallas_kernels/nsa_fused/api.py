@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -12,34 +11,14 @@ from jaxtyping import Array, Bool, Float
 from .. import dispatch
 from ..errors import ShapeError
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries, check_pass
-from ..sparse_verify.hopper import require_hopper
 from ..sparse_verify.schedule import Selection
 from . import reference, xla
 
-
-def _mosaic_gpu(op: str) -> Callable[..., Any]:
-    """A Hopper implementation, imported where it can run: Pallas takes seconds to import."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        require_hopper()
-        return getattr(importlib.import_module(".mosaic_gpu", __package__), op)(*args, **kwargs)
-
-    return run
-
-
 REFRESH_IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        "mosaic_gpu": _mosaic_gpu("refresh_attention"),
-        "xla": xla.refresh_attention,
-        "reference": reference.refresh_attention,
-    }
+    {"xla": xla.refresh_attention, "reference": reference.refresh_attention}
 )
 REUSE_IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        "mosaic_gpu": _mosaic_gpu("reuse_attention"),
-        "xla": xla.reuse_attention,
-        "reference": reference.reuse_attention,
-    }
+    {"xla": xla.reuse_attention, "reference": reference.reuse_attention}
 )
 
 

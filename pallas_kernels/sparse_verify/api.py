@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,18 +12,10 @@ from .. import dispatch
 from ..errors import ShapeError
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries, check_pass
 from . import reference, xla
-from .hopper import require_hopper
 from .schedule import MergedSchedule
 
-
-def _mosaic_gpu(*args: Any, **kwargs: Any) -> Any:
-    """The Hopper kernel, imported where it can run: Pallas takes seconds to import."""
-    require_hopper()
-    return importlib.import_module(".mosaic_gpu", __package__).sparse_verify(*args, **kwargs)
-
-
 IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"mosaic_gpu": _mosaic_gpu, "xla": xla.sparse_verify, "reference": reference.sparse_verify}
+    {"xla": xla.sparse_verify, "reference": reference.sparse_verify}
 )
 
 

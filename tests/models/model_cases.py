@@ -16,7 +16,7 @@ from ssv_jax.models import llama
 from ssv_jax.models.config import Llama3Scaling, LlamaConfig, NSAConfig, RopeConfig
 from ssv_jax.pallas_kernels import TreeQueries, chain
 from tests.golden import numpy_nsa as oracle
-from tests.pallas_kernels.cases import queries_of
+from tests.pallas_kernels.cases import QUICK, queries_of
 
 # Largest difference of logits from float64, relative to the largest logit. Errors of a few eps (1.2e-7) per
 # operation grow through two layers of sharp attention.
@@ -73,7 +73,7 @@ def with_params(which: LlamaConfig, params: dict[str, np.ndarray]) -> Model:
     return Model(which, dataclasses.asdict(which), params, graphdef, state)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "options"))
+@functools.partial(jax.jit, static_argnames=("graphdef", "options"), compiler_options=QUICK)
 def forward(
     graphdef: nnx.GraphDef,
     state: nnx.State,
@@ -85,8 +85,8 @@ def forward(
     return nnx.merge(graphdef, state)(tokens, queries, cache, options)
 
 
-commit = jax.jit(caches.commit, static_argnames="geometry")
-_chain = jax.jit(chain, static_argnums=1)
+commit = jax.jit(caches.commit, static_argnames="geometry", compiler_options=QUICK)
+_chain = jax.jit(chain, static_argnums=1, compiler_options=QUICK)
 
 
 def geometry(model: Model) -> Any:

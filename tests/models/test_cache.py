@@ -25,11 +25,11 @@ from ssv_jax.models.config import NSAConfig
 from ssv_jax.pallas_kernels import CachedKV, Geometry, TreeKV, completions
 from tests.golden import numpy_nsa as oracle
 from tests.models.model_cases import config, nsa
-from tests.pallas_kernels.cases import GEOMETRIES, STYLES, ancestry, queries_of, random_parents, same_bits
+from tests.pallas_kernels.cases import GEOMETRIES, QUICK, STYLES, ancestry, queries_of, random_parents, same_bits
 
 BATCH, HEADS, DIM, NODES, WIDTH, BLOCKS = 2, 2, 4, 7, 5, 5
-_commit = jax.jit(commit, static_argnames="geometry")
-_completions = jax.jit(completions, static_argnums=1)
+_commit = jax.jit(commit, static_argnames="geometry", compiler_options=QUICK)
+_completions = jax.jit(completions, static_argnums=1, compiler_options=QUICK)
 
 
 class Text:

@@ -145,7 +145,14 @@ def queries_of(parents: np.ndarray, lengths: np.ndarray) -> TreeQueries:
     )
 
 
-_completions = jax.jit(completions, static_argnums=1)
+# The same program, a third faster to compile: LLVM's own optimisations are not what is tested.
+QUICK = {"xla_backend_optimization_level": 0}
+_completions = jax.jit(completions, static_argnums=1, compiler_options=QUICK)
+
+
+def jit(function: Callable[..., Any], implementation: str) -> Callable[..., Any]:
+    """Compiles: the reference quickly, everything else as users do."""
+    return jax.jit(function, compiler_options=QUICK if implementation == "reference" else None)
 
 
 def interesting_lengths(sizes: Geometry, capacity: int, nodes: int) -> list[int]:

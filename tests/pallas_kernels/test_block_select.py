@@ -19,6 +19,7 @@ from tests.pallas_kernels.cases import (
     Pass,
     answer,
     close,
+    jit,
     make_pass,
     on_host,
     random_parents,
@@ -32,7 +33,7 @@ NAMES = tuple(api.IMPLEMENTATIONS)
 def compiled(case: Case, name: str) -> Callable[[Pass], tuple[np.ndarray, np.ndarray]]:
     """A fresh compilation, so that patched module constants count."""
     op = functools.partial(block_select, geometry=case.sizes, scale=case.scale, implementation=name)
-    return functools.partial(on_host, jax.jit(lambda p: op(p.q, p.cached, p.tree, p.queries)))
+    return functools.partial(on_host, jit(lambda p: op(p.q, p.cached, p.tree, p.queries), name))
 
 
 compiled_once = functools.cache(compiled)

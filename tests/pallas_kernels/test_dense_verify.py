@@ -6,7 +6,6 @@ import functools
 import inspect
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from tests.pallas_kernels.cases import (
     answer,
     close,
     float64,
+    jit,
     make_pass,
     node_keys,
     on_host,
@@ -32,7 +32,9 @@ from tests.pallas_kernels.cases import (
 
 def compiled(case: Case, name: str, window: int | None) -> Callable[[Pass], np.ndarray]:
     op = functools.partial(dense_verify, scale=case.scale, window=window, implementation=name)
-    return functools.partial(on_host, jax.jit(lambda p: op(p.q, p.cached.k, p.cached.v, p.tree.k, p.tree.v, p.queries)))
+    return functools.partial(
+        on_host, jit(lambda p: op(p.q, p.cached.k, p.cached.v, p.tree.k, p.tree.v, p.queries), name)
+    )
 
 
 compiled_once = functools.cache(compiled)

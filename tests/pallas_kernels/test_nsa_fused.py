@@ -21,6 +21,7 @@ from tests.pallas_kernels.cases import (
     answer,
     close,
     float64,
+    jit,
     make_pass,
     on_host,
     random_blocks,
@@ -36,13 +37,13 @@ _merge = jax.jit(merge, static_argnums=(1, 2))
 @functools.cache
 def refresh(case: Case, name: str, group: int) -> Any:
     op = functools.partial(refresh_attention, geometry=case.sizes, scale=case.scale, implementation=name, group=group)
-    return jax.jit(lambda p: op(p.q, p.cached, p.tree, p.queries, p.gates))
+    return jit(lambda p: op(p.q, p.cached, p.tree, p.queries, p.gates), name)
 
 
 @functools.cache
 def reuse(case: Case, name: str) -> Any:
     op = functools.partial(reuse_attention, geometry=case.sizes, scale=case.scale, implementation=name)
-    return functools.partial(on_host, jax.jit(lambda p, s: op(p.q, p.cached, p.tree, p.queries, p.gates, s)))
+    return functools.partial(on_host, jit(lambda p, s: op(p.q, p.cached, p.tree, p.queries, p.gates, s), name))
 
 
 def gated(given: Pass, *branches: np.ndarray) -> np.ndarray:

@@ -9,18 +9,19 @@ import pytest
 
 from ssv_jax.pallas_kernels import MergedSchedule, merge
 from ssv_jax.pallas_kernels.sparse_verify.schedule import MAX_GROUP, owned_by
-from tests.pallas_kernels.cases import random_blocks
+from tests.pallas_kernels.cases import QUICK, random_blocks
 
-_merge = jax.jit(merge, static_argnums=(1, 2))
+_merge = jax.jit(merge, static_argnums=(1, 2), compiler_options=QUICK)
+_owned_by = jax.jit(owned_by, compiler_options=QUICK)
 
 
 def merged(selected: np.ndarray, group: int, num_blocks: int) -> tuple[MergedSchedule, np.ndarray]:
     schedule = _merge(jnp.asarray(selected), group, num_blocks)
-    return jax.tree.map(np.asarray, schedule), np.asarray(owned_by(schedule))
+    return jax.tree.map(np.asarray, schedule), np.asarray(_owned_by(schedule))
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 32])
-@pytest.mark.parametrize("nodes", [1, 7, 10])
+@pytest.mark.parametrize("nodes", [1, 10])
 def test_a_group_visits_each_block_once_and_each_node_owns_what_it_selected(group, nodes):
     """A block visited twice counts twice in the softmax; an unowned one is lost; an alien one leaks."""
     rng = np.random.default_rng(10 * group + nodes)

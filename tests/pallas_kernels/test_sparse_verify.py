@@ -21,6 +21,7 @@ from tests.pallas_kernels.cases import (
     Pass,
     answer,
     close,
+    jit,
     make_pass,
     on_host,
     random_blocks,
@@ -42,7 +43,7 @@ def compiled(case: Case, name: str, group: int = 1) -> Verify:
     def function(p: Pass, blocks: jax.Array) -> jax.Array:
         return op(p.q, p.cached, p.tree, p.queries, merge(blocks, group, case.blocks), p.gates)
 
-    return functools.partial(on_host, jax.jit(function))
+    return functools.partial(on_host, jit(function, name))
 
 
 @functools.cache

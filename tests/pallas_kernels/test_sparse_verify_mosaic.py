@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ssv_jax.pallas_kernels import UnsupportedKernelError, sparse_verify
+from ssv_jax.pallas_kernels import UnsupportedKernelError
 from tests.pallas_kernels.mosaic_inputs import Call, abstract_call, make_call, op_module, relative_error
 
 ops = op_module("sparse_verify.mosaic_gpu")
@@ -124,13 +124,3 @@ def test_kernel_on_a_gpu(name):
     assert relative_error(first, definition(call)) < cases.TOLERANCE[cases.SMALL[name].dtype]
     for _ in range(20):
         np.testing.assert_array_equal(first, np.asarray(function(call)))
-
-
-@pytest.mark.gpu
-def test_preferred_on_a_gpu():
-    """A row missing from the op's table, or behind the portable one."""
-    call = make_call(cases.SMALL["ragged"])
-    arguments = (call.q, call.cached, call.tree, call.queries, call.selection.schedule, call.gates)
-    options = {"geometry": call.geometry, "scale": call.scale}
-    named = sparse_verify(*arguments, **options, implementation="mosaic_gpu")
-    np.testing.assert_array_equal(np.asarray(sparse_verify(*arguments, **options)), np.asarray(named))
