@@ -121,7 +121,7 @@ def step_times(
     return {"ms_per_token": harness.spread(seconds), "rounds_per_call": rounds, "compile_s": compile_s}
 
 
-def measure_shapes(smoke: bool, name: str | None) -> dict[str, Any]:
+def measure_shapes(smoke: bool, name: str | None, attentions: list[str]) -> dict[str, Any]:
     config, dtype = (SMOKE, jnp.float32) if smoke else (SHAPE_8B, jnp.bfloat16)
     contexts = (64,) if smoke else (8192, 65536)
     rounds, repeats = (2, 2) if smoke else (32, 7)
@@ -129,7 +129,7 @@ def measure_shapes(smoke: bool, name: str | None) -> dict[str, Any]:
     streamed = sum(math.prod(array.shape) for key, array in params.items() if key != "embed/embedding")
     rows = []
     for context in contexts:
-        for attention in ("nsa", "dense"):
+        for attention in attentions:
             model = config if attention == "nsa" else config.dense()
             try:
                 row = step_times(model, params, context, dtype, rounds, repeats, name)
@@ -230,6 +230,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, seconds on a CPU")
     parser.add_argument("--output", type=Path, default=None)
     parser.add_argument("--skip-8b", action="store_true")
+    parser.add_argument("--attention", nargs="+", choices=["nsa", "dense"], default=["nsa", "dense"])
     parser.add_argument("--skip-smollm2", action="store_true")
     parser.add_argument("--model", default="smollm2-135m", help="name or path of SmolLM2")
     parser.add_argument("--implementation", default=None)
@@ -239,7 +240,7 @@ def main() -> None:
     output = args.output or harness.RESULTS / "ar_decode" / f"{'smoke' if args.smoke else device}.json"
     result: dict[str, Any] = {"command": "python experiments/ar_decode.py", "implementation": args.implementation}
     if not args.skip_8b:
-        result["shapes"] = measure_shapes(args.smoke, args.implementation)
+        result["shapes"] = measure_shapes(args.smoke, args.implementation, args.attention)
         harness.write(output, result)  # a time limit must not lose it
     if not args.smoke and not args.skip_smollm2:
         result["smollm2"] = measure_smollm2(5, 256, args.model)
