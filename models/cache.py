@@ -234,7 +234,7 @@ def _entry_moves(
     last = path.shape[1] - 1
     first = geometry.num_entries(length)
     # Entry c is completed by the path's node at position c * d + l - 1.
-    at_path = (first[:, None] + jnp.arange(last // stride + 2)) * stride + size - 1 - length[:, None]
+    at_path = (first[:, None] + jnp.arange(last // stride + 1)) * stride + size - 1 - length[:, None]
     node = jnp.take_along_axis(path, jnp.clip(at_path, 0, last), axis=1)
     # Row r of the new tail is position length + count - l + r: an old tail row, or a node of the path.
     row = count[:, None] + jnp.arange(size)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 from .. import dispatch
 from ..errors import ShapeError
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries, check_pass
-from ..sparse_verify.schedule import Selection
+from ..sparse_verify.schedule import Selection, check_group
 from . import reference, xla
 
 REFRESH_IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
@@ -63,6 +63,7 @@ def refresh_attention(
       UnsupportedKernelError, ValueError: as `dispatch.run` and `merge`.
     """
     _check(q, cached, tree, queries, gates, geometry)
+    check_group(group)
     return dispatch.run(
         "refresh_attention",
         REFRESH_IMPLEMENTATIONS,

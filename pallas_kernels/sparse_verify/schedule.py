@@ -27,6 +27,12 @@ class MergedSchedule:
     group: int = dataclasses.field(metadata={"static": True})
 
 
+def check_group(group: int) -> None:
+    """Raises ValueError unless an ownership mask holds `group` nodes."""
+    if not 1 <= group <= MAX_GROUP:
+        raise ValueError(f"group must be between 1 and {MAX_GROUP}, got {group}")
+
+
 def merge(selected: Int[Array, "B K T S"], group: int, num_blocks: int) -> MergedSchedule:
     """The exact merged schedule: every node reads precisely the blocks that it selected.
 
@@ -38,8 +44,7 @@ def merge(selected: Int[Array, "B K T S"], group: int, num_blocks: int) -> Merge
     Raises:
       ValueError: group out of range.
     """
-    if not 1 <= group <= MAX_GROUP:
-        raise ValueError(f"group must be between 1 and {MAX_GROUP}, got {group}")
+    check_group(group)
     batch, kv_heads, nodes, slots = selected.shape
     parts = -(-nodes // group)
     padded = jnp.pad(selected, [(0, 0), (0, 0), (0, parts * group - nodes), (0, 0)], constant_values=-1)
