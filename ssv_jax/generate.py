@@ -134,7 +134,7 @@ class _Progress:
         if self._terminal:
             start = "\r" if stage == self._stage else ""
             self._stream.write(f"{start}{stage} {done}/{total}" + ("\n" if done == total else ""))
-        elif done == total:
+        elif done == total or stage == "compile":  # few steps, each of many seconds
             self._stream.write(f"{stage} {done}/{total}\n")
         elif stage != self._stage:
             self._stream.write(f"{stage} ...\n")
