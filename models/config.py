@@ -66,6 +66,7 @@ _FIXED: Mapping[str, str] = MappingProxyType(
         "rope_layout": "half",
     }
 )
+_LARGEST = 1 << 30  # positions are int32, and sums of two of these must be
 _POSITIVE = ("kernel_size", "kernel_stride", "block_size", "n_selected", "window_keys")
 
 
@@ -128,6 +129,8 @@ class NSAConfig:
             value, least = getattr(self, name), int(name in _POSITIVE)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"nsa {name} must be an integer >= {least}, got {value!r}")
+            if value > _LARGEST:
+                raise ValueError(f"nsa {name} must be at most {_LARGEST}, got {value}")
         if self.kernel_size % self.kernel_stride or self.block_size % self.kernel_stride:
             raise ValueError(
                 f"nsa kernel_stride={self.kernel_stride} must divide kernel_size={self.kernel_size} "
@@ -202,10 +205,12 @@ def nsa_from_json(text: str) -> NSAConfig:
         raise ValueError(
             f"nsa config {text!r} is neither a preset ({presets}) nor JSON: {error.msg} at column {error.colno}"
         ) from None
+    except (ValueError, RecursionError) as error:  # numbers or nesting beyond what Python reads
+        raise ValueError(f"nsa config cannot be read as JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"nsa config must be a JSON object or a preset ({presets}), got {type(fields).__name__}")
     preset = fields.pop("preset", None)
-    if preset is not None and preset not in NSA_PRESETS:
+    if preset is not None and (not isinstance(preset, str) or preset not in NSA_PRESETS):
         raise ValueError(f"unknown nsa preset {preset!r}; known: {presets}")
     return nsa_from_mapping(fields, NSA_PRESETS[preset] if preset else None)
 

@@ -43,6 +43,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}; copy it again"
         ) from None
+    except (ValueError, RecursionError) as error:  # numbers or nesting beyond what Python reads
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}; copy it again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value

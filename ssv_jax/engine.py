@@ -124,7 +124,7 @@ def parse_mesh(text: str) -> int:
       UsageError: anything else.
     """
     axis, _, number = text.partition("=")
-    if axis.strip() != "tensor" or not number.strip().isdigit() or int(number) < 1:
+    if axis.strip() != "tensor" or not number.strip().isdecimal() or int(number) < 1:
         raise UsageError(f"mesh must read tensor=N with N >= 1, got {text!r}")
     return int(number)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import os
@@ -148,6 +149,16 @@ class _Progress:
             self._stream.flush()
 
 
+def _check_text(args: argparse.Namespace) -> None:
+    """Bytes of the command line that are not UTF-8 arrive as lone surrogates, which no tokenizer takes."""
+    for name, values in (("--prompt", [args.prompt]), ("--chat", args.chat), ("--stop", args.stop)):
+        for value in values or ():
+            try:
+                (value or "").encode()
+            except UnicodeEncodeError as error:
+                raise UsageError(f"{name}: not valid text at character {error.start}; use UTF-8") from None
+
+
 def _read_prompt(args: argparse.Namespace) -> tuple[str, Any]:
     """The kind of prompt and its content.
 
@@ -174,19 +185,21 @@ def _read_prompt(args: argparse.Namespace) -> tuple[str, Any]:
         return "chat", args.chat
     if args.prompt_ids is not None:
         return "ids", args.prompt_ids
+    origin = names[0]
     if args.prompt is not None:
         text = args.prompt
-    elif args.stdin is not None:
-        text = sys.stdin.read()
     else:
         try:
-            text = Path(args.prompt_file).read_text(encoding="utf-8")
-        except OSError as error:
-            raise UsageError(f"--prompt-file {args.prompt_file}: {error.strerror or error}") from None
+            if args.prompt_file is None:
+                data = sys.stdin.buffer.read()
+            else:
+                origin = f"--prompt-file {args.prompt_file}"
+                data = Path(args.prompt_file).read_bytes()
+            text = data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise UsageError(
-                f"--prompt-file {args.prompt_file}: not UTF-8 at byte {error.start}; convert it first"
-            ) from None
+            raise UsageError(f"{origin}: not UTF-8 at byte {error.start}; convert it first") from None
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{origin}: {getattr(error, 'strerror', None) or error}") from None
     if not text:
         raise UsageError("the prompt is empty: give some text")
     return "text", text
@@ -245,7 +258,7 @@ def _load(args: argparse.Namespace, progress: _Progress) -> Engine:
         draft_model=args.draft_model,
         tap_convention=args.tap_convention,
         implementation=args.implementation,
-        tensor=parse_mesh(args.mesh) if args.mesh else 1,
+        tensor=1 if args.mesh is None else parse_mesh(args.mesh),
     )
 
 
@@ -283,6 +296,7 @@ def _generate(args: argparse.Namespace) -> None:
         "ignore_eos": args.ignore_eos,
     }
     GenerationOptions(**options)
+    _check_text(args)
     kind, content = _read_prompt(args)
     _enable_compilation_cache()
     engine = _load(args, progress)
@@ -308,6 +322,7 @@ def _generate(args: argparse.Namespace) -> None:
         print(json.dumps(_report(engine, result), ensure_ascii=False))
     else:
         print()
+    sys.stdout.flush()
     emitted = f", {result.stats['emitted_per_round']:.2f} tokens per round" if args.draft != "none" else ""
     progress.say(
         f"{len(result.tokens)} tokens ({result.finish_reason}), {result.decode_tok_s:.1f} tok/s{emitted}, "
@@ -316,8 +331,22 @@ def _generate(args: argparse.Namespace) -> None:
     )
 
 
+def _usable_streams() -> None:
+    """Closed standard streams become empty ones; text that the terminal's encoding lacks is replaced, not fatal."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 2 for usage errors, 1 for what cannot be read or run."""
+    _usable_streams()
     args = parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -326,6 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             for name, model in MODELS.items():
                 print(f"{name}\t{model.description}")
+            sys.stdout.flush()
             return 0
         _generate(args)
     except (UsageError, ContextLengthError) as error:
@@ -343,6 +373,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a full disk behind stdout
+        print(f"error: {error.strerror or error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except RuntimeError as error:
+        if not _out_of_memory(error):
+            raise
+        print("error: out of memory: use a shorter prompt, fewer new tokens or a smaller tree", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

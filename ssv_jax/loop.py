@@ -96,11 +96,14 @@ def init_state(
       dtype: of the caches.
 
     Raises:
-      ValueError: prompts that do not fit the capacity.
+      ValueError: prompts that do not fit the capacity, or a budget below 1.
     """
     batch, width = prompts.shape
     if width > capacity:
         raise ValueError(f"prompts of {width} tokens do not fit a cache of {capacity}")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be >= 1, got {max_new_tokens}")
+    budget = min(max_new_tokens, capacity + 1)  # no more fits, and the sum below must not wrap
     cache = init_cache(decoding.config, capacity, batch=batch, dtype=dtype)
     history = jnp.zeros((batch, cache.capacity + 1), jnp.int32).at[:, :width].set(prompts)
     return DecodeState(
@@ -109,7 +112,7 @@ def init_state(
         # Every leaf its own buffer: the state is donated.
         count=jnp.array(lengths, jnp.int32),
         prompt=jnp.array(lengths, jnp.int32),
-        limit=jnp.minimum(lengths + max_new_tokens, capacity + 1).astype(jnp.int32),
+        limit=jnp.minimum(lengths + budget, capacity + 1).astype(jnp.int32),
         status=jnp.full((batch,), RUNNING, jnp.int32),
         key=jnp.array(key),
         round=jnp.zeros((), jnp.int32),
@@ -179,6 +182,8 @@ def prefill_chunk(decoding: Decoding, params: Params, state: DecodeState, size: 
     Returns:
       The state after, and the logits [B, V] at each sequence's last prompt token of this pass.
     """
+    if size < 1:
+        raise ValueError(f"size must be >= 1, got {size}")
     length = state.cache.length
     count = jnp.clip(state.prompt - length, 0, size)
     index = jnp.minimum(length[:, None] + jnp.arange(size + 1), state.history.shape[1] - 1)
@@ -344,6 +349,8 @@ def decode_until(decoding: Decoding, params: Params, state: DecodeState, rounds:
     Returns:
       The state after, and all tokens emitted by this call.
     """
+    if rounds < 1:
+        raise ValueError(f"rounds must be >= 1, got {rounds}")
     batch = state.count.shape[0]
     width = decoding.drafter.max_depth + 1
     zeros = jnp.zeros((batch, rounds), jnp.int32)

@@ -72,7 +72,11 @@ def resolve(name_or_path: str | os.PathLike[str]) -> ResolvedModel:
         path = _locate(os.fspath(name_or_path), known)
         return ResolvedModel(detect_format(path), path, known.description)
     path = Path(name_or_path)
-    if not path.exists():
+    try:
+        exists = path.exists()
+    except (OSError, ValueError) as error:  # too long, or with a null byte
+        raise CheckpointError(f"{os.fspath(name_or_path)[:80]}: not a usable path: {error}") from None
+    if not exists:
         raise CheckpointError(
             f"{os.fspath(name_or_path)}: no such file or directory, and no model of this name; "
             f"known: {', '.join(MODELS)}"

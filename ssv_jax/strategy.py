@@ -28,6 +28,9 @@ class PrecisionClass(enum.Enum):
         return order.index(other) <= order.index(self)
 
 
+LARGEST_TREE = 1024  # masks and draft states grow with its square
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class TreeSpec:
     """Size of a draft tree.
@@ -49,6 +52,9 @@ class TreeSpec:
         for name in ("depth", "topk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"tree {name} must be >= 1, got {getattr(self, name)}")
+        for name in ("depth", "topk", "nodes"):
+            if getattr(self, name) > LARGEST_TREE:
+                raise ValueError(f"tree {name} must be at most {LARGEST_TREE}, got {getattr(self, name)}")
         if self.nodes < 2:
             raise ValueError(f"tree nodes must be >= 2 (the root and a draft), got {self.nodes}")
         if self.nodes < self.depth + 1:

@@ -33,6 +33,8 @@ def check_drafter(
       CheckpointError: a network whose configuration cannot be read or does not fit the target.
     """
     if strategy.draft != "eagle3":
+        if tap_convention is not None:
+            raise UsageError(f"drafter {strategy.draft} has no taps: drop the tap convention, or choose eagle3")
         if draft_model is not None:
             raise UsageError(f"drafter {strategy.draft} has no network: drop the draft model, or choose eagle3")
         return

@@ -34,6 +34,8 @@ class NgramDrafter:
     taps: tuple[int, ...] = dataclasses.field(default=(), init=False)
 
     def __post_init__(self) -> None:
+        if self.depth < 1 or self.branches < 1:
+            raise ValueError(f"depth and branches must be >= 1, got {self.depth} and {self.branches}")
         if not 2 <= self.num_nodes <= self.depth * self.branches + 1:
             raise ValueError(
                 f"nodes={self.num_nodes} must be between 2 and {self.depth * self.branches + 1}, what "

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from ssv_jax.generate import main
 from tests.ssv_jax.tiny import CONFIG, write_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +66,7 @@ def test_text_and_ids_and_stdin_agree(capsys, directory, tmp_path, monkeypatch):
     file = tmp_path / "prompt.txt"
     file.write_text("abc")
     assert run(capsys, *common, "--prompt-file", str(file))[1] == text
-    monkeypatch.setattr("sys.stdin", io.StringIO("abc"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfabc")))
     assert run(capsys, *common, "-")[1] == text
 
 
@@ -121,6 +126,14 @@ def test_list_models(capsys):
         (("--prompt", "a", "--draft-model", "x"), "has no network"),
         (("--prompt", "a", "--mesh", "data=2"), "tensor=N"),
         (("--prompt", "a", "--mesh", "tensor=64"), "needs 64 devices"),
+        (("--prompt", "a", "--mesh", ""), "tensor=N"),
+        (("--prompt", "a", "--mesh", "tensor=\u00b2"), "tensor=N"),
+        (("--prompt", "\udcff"), "not valid text"),
+        (("--prompt", "a", "--nsa-config", "[" * 100000), "cannot be read as JSON"),
+        (("--prompt", "a", "--nsa-config", '{"preset": []}'), "unknown nsa preset"),
+        (("--prompt", "a", "--nsa-config", '{"window_keys": 4294967296}'), "must be at most"),
+        (("--prompt", "a", "--tap-convention", "residual"), "has no taps"),
+        (("--prompt", "a", "--draft", "ngram", "--tree", "depth=9999,topk=1,nodes=10000"), "must be at most 1024"),
         (("--prompt", "a", "--implementation", "magic"), "unknown implementation magic"),
     ],
 )
@@ -165,3 +178,30 @@ def test_not_utf8_is_named(capsys, directory, tmp_path):
     status, _, err = run(capsys, "--model", directory, "--prompt-file", str(file))
     assert status == 2
     assert "not UTF-8 at byte 3" in err
+
+
+def test_standard_input_that_is_not_utf8_is_named(capsys, directory, monkeypatch):
+    """Binary data piped in."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff")))
+    status, _, err = run(capsys, "--model", directory, "-")
+    assert status == 2
+    assert "-: not UTF-8 at byte 1" in err
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">/dev/full"])
+def test_unusable_streams_give_no_traceback(directory, closed):
+    """A closed or full standard stream."""
+    command = f"{sys.executable} -m ssv_jax.generate --list-models {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == (1 if closed == ">/dev/full" else 0)
+
+
+def test_a_huge_budget_ends_at_the_context(capsys, directory):
+    """A token budget that wraps int32 decodes past the context for ever."""
+    argv = ("--model", directory, "--prompt-ids", ",".join(["5"] * 505), "--ignore-eos", "--json", "--quiet")
+    for budget in (2**31 - 1, 2**40):
+        status, out, _ = run(capsys, *argv, "--max-new-tokens", str(budget))
+        assert status == 0
+        assert json.loads(out)["finish_reason"] == "context"
+        assert len(json.loads(out)["tokens"]) == CONFIG.max_position - 505 + 1
