@@ -26,7 +26,7 @@ from .pallas_kernels import TreeQueries, chain, overlap
 from .pallas_kernels.dispatch import Implementation
 from .sampling import GREEDY, Sampling, sample
 from .state import EXHAUSTED, RUNNING, STOPPED, DecodeState, Emitted, RoundStats
-from .tree import DraftTree, flatten, queries_of
+from .tree import DraftTree, flatten, queries_of, take_rows
 
 # Sharing pays while groups agree (Sparse Speculative Verification leaves the rule open; this is ours).
 SHARING_OFF, SHARING_ON, OVERLAP_DECAY = 0.5, 0.6, 0.75
@@ -123,11 +123,6 @@ def init_state(
     )
 
 
-def _take_rows(x: Array, index: Int[Array, "B P"]) -> Array:
-    """x[b, index[b, p]], whatever follows the second axis."""
-    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
-
-
 def _append_history(
     history: Int[Array, "B H"], count: Int[Array, " B"], tokens: Int[Array, "B P"], emitted: Int[Array, " B"]
 ) -> Int[Array, "B H"]:
@@ -187,7 +182,7 @@ def prefill_chunk(decoding: Decoding, params: Params, state: DecodeState, size: 
     length = state.cache.length
     count = jnp.clip(state.prompt - length, 0, size)
     index = jnp.minimum(length[:, None] + jnp.arange(size + 1), state.history.shape[1] - 1)
-    tokens = _take_rows(state.history, index)
+    tokens = take_rows(state.history, index)
     last = jnp.maximum(count - 1, 0)[:, None]
     output = _run_target(
         decoding,
@@ -252,13 +247,13 @@ def decode_round(decoding: Decoding, params: Params, state: DecodeState) -> tupl
     width = drafter.max_depth + 1
     slot = jnp.arange(width)
     path = jnp.maximum(result.path, 0)
-    drafts = _take_rows(tree.tokens, jnp.roll(path, -1, axis=1))
+    drafts = take_rows(tree.tokens, jnp.roll(path, -1, axis=1))
     tokens = jnp.where(slot < result.num_accepted[:, None], drafts, result.bonus[:, None])
     emitted, status = _cut(decoding, state, tokens, result.num_accepted + 1)
     cache = _commit(decoding, state.cache, output, path, emitted)
     seen = Observation(
         tokens=tokens,
-        taps=tuple(_take_rows(tap, path) for tap in output.taps),
+        taps=tuple(take_rows(tap, path) for tap in output.taps),
         start=state.cache.length,
         count=emitted,
     )

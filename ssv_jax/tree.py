@@ -62,21 +62,23 @@ def depths(tree: DraftTree) -> Int[Array, "B N"]:
     return ancestors(tree.parent).sum(-1, dtype=jnp.int32) - 1
 
 
+def take_rows(x: Array, index: Int[Array, "B P"]) -> Array:
+    """x[b, index[b, p]], whatever follows the second axis."""
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
+
+
 def reorder(tree: DraftTree, order: Int[Array, "B N"]) -> DraftTree:
     """The same tree with node `order[i]` at index i; order[0] must be 0 and parents must stay before children."""
     inverse = jnp.argsort(order, axis=1)
 
-    def take(x: Array) -> Array:
-        return jnp.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), axis=1)
-
-    parent = take(tree.parent)
+    parent = take_rows(tree.parent, order)
     moved = jnp.take_along_axis(inverse, jnp.maximum(parent, 0), axis=1).astype(jnp.int32)
     return DraftTree(
-        tokens=take(tree.tokens),
+        tokens=take_rows(tree.tokens, order),
         parent=jnp.where(parent < 0, -1, moved),
-        valid=take(tree.valid),
-        rank=take(tree.rank),
-        q=None if tree.q is None else take(tree.q),
+        valid=take_rows(tree.valid, order),
+        rank=take_rows(tree.rank, order),
+        q=None if tree.q is None else take_rows(tree.q, order),
     )
 
 

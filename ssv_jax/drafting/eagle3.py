@@ -26,7 +26,7 @@ from ..models.eagle3_loading import load_eagle3
 from ..pallas_kernels import TreeQueries, chain
 from ..pallas_kernels.dispatch import Implementation
 from ..sampling import Sampling, probabilities, sample_from
-from ..tree import DraftTree
+from ..tree import DraftTree, take_rows
 from .dynamic_tree import best, check_tree, top_candidates, tree_from_pool
 from .protocol import Observation, Params
 
@@ -62,11 +62,6 @@ class _Frontier:
     path: Bool[Array, "B R X"]
     level: Int[Array, " X"]
     trees: tuple[DenseLayerTree, ...] | None
-
-
-def _take(x: Array, index: Int[Array, "B n"]) -> Array:
-    """x[b, index[b, i]], whatever follows the second axis."""
-    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +110,7 @@ class _Eagle3:
         path = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
         cache = commit(before, trees, path, seen.count, None)
         some = seen.count > 0
-        last = _take(features, jnp.maximum(seen.count - 1, 0)[:, None])[:, 0].astype(state.feature.dtype)
+        last = take_rows(features, jnp.maximum(seen.count - 1, 0)[:, None])[:, 0].astype(state.feature.dtype)
         return Eagle3State(
             cache=Cache(layers=cache.layers, length=jnp.where(some, cache.length, state.cache.length)),
             feature=jnp.where(some[:, None], last, state.feature),
@@ -179,8 +174,8 @@ class _Eagle3:
         own = jnp.broadcast_to(jnp.eye(rows, dtype=bool), (batch, rows, rows))
         return _Frontier(
             tokens=tokens,
-            features=_take(features, parent),
-            path=jnp.concatenate([_take(frontier.path, parent), own], axis=-1),
+            features=take_rows(features, parent),
+            path=jnp.concatenate([take_rows(frontier.path, parent), own], axis=-1),
             level=jnp.concatenate([frontier.level, jnp.full((rows,), level, jnp.int32)]),
             trees=trees,
         )
@@ -230,7 +225,7 @@ class Eagle3Drafter(_Eagle3):
     ) -> DraftTree:
         """See `Drafter`."""
         head, k = self._head(params), self.top_k
-        root = _take(history, count[:, None] - 1)
+        root = take_rows(history, count[:, None] - 1)
         batch = root.shape[0]
         score, draft_ids = top_candidates(head.logits(state.feature[:, None]), k)
         score, tokens = score[:, 0], head.to_target(draft_ids[:, 0])
@@ -246,8 +241,8 @@ class Eagle3Drafter(_Eagle3):
             if step == self.depth:
                 break
             chosen = best(scores, k)
-            score, beam_index = _take(scores, chosen), k + (step - 1) * k * k + chosen
-            frontier = self._descend(frontier, features, trees, _take(tokens, chosen), chosen // k, step + 1)
+            score, beam_index = take_rows(scores, chosen), k + (step - 1) * k * k + chosen
+            frontier = self._descend(frontier, features, trees, take_rows(tokens, chosen), chosen // k, step + 1)
         tokens, scores, parent = (jnp.concatenate(parts, axis=1) for parts in zip(*pool, strict=True))
         return tree_from_pool(root[:, 0], tokens, scores, parent, top_k=k, nodes=self.num_nodes)
 
@@ -301,7 +296,7 @@ class Eagle3SampledDrafter(_Eagle3):
     ) -> DraftTree:
         """See `Drafter`."""
         head = self._head(params)
-        root = _take(history, count[:, None] - 1)
+        root = take_rows(history, count[:, None] - 1)
         batch = root.shape[0]
         tokens, parent, rank = [root], [jnp.full_like(root, -1)], [jnp.zeros_like(root)]
         valid, q = [jnp.ones_like(root, bool)], []
