@@ -1,0 +1,1 @@
+"""Training on token sets: sparse adaptation of a dense checkpoint, and drafters for it."""

@@ -1,0 +1,361 @@
+"""Differentiable passes over whole sequences, for training and for likelihoods.
+
+Layers run in one scan over stacked parameters, so that a deep model compiles as fast as a shallow one. Sparse
+attention is masked dense attention over tiles of queries: more arithmetic than gathering blocks, but no scatter
+in its gradient, and nothing of size length x length is ever kept. It computes what `models.nsa` computes
+(arXiv 2502.11089).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from ..models.attention import DenseAttention
+from ..models.config import LlamaConfig
+from ..models.layers import rope_angles, rotate
+from ..models.llama import DecoderLayer, fill_state, param_shapes
+from ..models.nsa import NSAttention
+
+_LAYER = "layers/0/"
+_KEPT = "attention_output"
+_ENTRY_MULTIPLE = 16
+Stacked = dict[str, Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hidden:
+    """Results of `hidden_states`.
+
+    Attributes:
+      final: after the final norm, what the output head reads.
+      taps: residual streams, in the order asked for.
+      streams: residual streams after every layer, if asked for.
+      selected: blocks that each query reads in every layer, if asked for.
+    """
+
+    final: Float[Array, "B S E"]
+    taps: tuple[Float[Array, "B S E"], ...]
+    streams: Float[Array, "L B S E"] | None = None
+    selected: Bool[Array, "L B K S N"] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceOptions:
+    """Static choices of a pass over whole sequences.
+
+    Args:
+      taps: residual streams to return: k is the stream after k layers, 0 the embeddings.
+      streams: return the stream after every layer.
+      selected: return the selected blocks.
+      remat: recompute activations in the backward pass, all but products with weights and attention outputs.
+      chunk: queries per tile of sparse attention.
+      segments: parts of the sequence whose queries only look at keys up to the part's end; more compile longer
+        and compute less beyond the diagonal.
+    """
+
+    taps: tuple[int, ...] = ()
+    streams: bool = False
+    selected: bool = False
+    remat: bool = False
+    chunk: int = 128
+    segments: int = 4
+
+
+def layer_names(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Names of a layer's parameters, relative to the layer, and their shapes."""
+    return {name.removeprefix(_LAYER): s for name, s in param_shapes(config).items() if name.startswith(_LAYER)}
+
+
+def stack_params(config: LlamaConfig, params: Mapping[str, Any], dtype: DTypeLike | None = None) -> Stacked:
+    """Parameters by flat name with those of the layers stacked: `layers/NAME` is [L, ...].
+
+    Args:
+      config: the model.
+      params: by the flat names of `models.llama.param_shapes`.
+      dtype: of the result; that of the parameters by default.
+    """
+    stacked: Stacked = {
+        name: jnp.asarray(value, dtype) for name, value in params.items() if not name.startswith("layers/")
+    }
+    for name in layer_names(config):
+        rows = [np.asarray(params[f"layers/{i}/{name}"]) for i in range(config.num_layers)]
+        stacked[f"layers/{name}"] = jnp.asarray(np.stack(rows), dtype)
+    return stacked
+
+
+def unstack_params(config: LlamaConfig, stacked: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The inverse of `stack_params`, on the host."""
+    params: dict[str, np.ndarray] = {}
+    for name, value in stacked.items():
+        if not name.startswith("layers/"):
+            params[name] = np.asarray(value)
+            continue
+        for i, row in enumerate(np.asarray(value)):
+            params[f"layers/{i}/{name.removeprefix('layers/')}"] = row
+    return {name: params[name] for name in param_shapes(config)}
+
+
+def hidden_states(
+    config: LlamaConfig,
+    stacked: Mapping[str, Array],
+    tokens: Int[Array, "B S"],
+    refresh: Bool[Array, " L"] | None = None,
+    options: SequenceOptions = SequenceOptions(),  # noqa: B008 - frozen
+) -> Hidden:
+    """Runs whole sequences from position 0.
+
+    Args:
+      config: the model, dense or sparse.
+      stacked: parameters, see `stack_params`; their dtype is that of the computation.
+      tokens: B sequences of S tokens.
+      refresh: layers that select blocks, all by default; the first must. May be traced, so that one compiled
+        step serves every plan.
+      options: static choices.
+
+    Returns:
+      What the output head reads, and the streams asked for.
+    """
+    dtype = stacked["embed/embedding"].dtype
+    highest = jax.default_matmul_precision("highest" if dtype == jnp.float32 else "default")
+    with highest:
+        return _run(config, stacked, tokens, refresh, options)
+
+
+def logits_of(config: LlamaConfig, stacked: Mapping[str, Array], final: Float[Array, "... E"]) -> Float[Array, "... V"]:
+    """Next-token logits in float32 from `Hidden.final`."""
+    with jax.default_matmul_precision("highest" if final.dtype == jnp.float32 else "default"):
+        if config.tie_embeddings:
+            head = stacked["embed/embedding"]
+            return jnp.einsum("...e,ve->...v", final, head, preferred_element_type=jnp.float32)
+        return jnp.einsum("...e,ev->...v", final, stacked["lm_head/kernel"], preferred_element_type=jnp.float32)
+
+
+def _run(
+    config: LlamaConfig,
+    stacked: Mapping[str, Array],
+    tokens: Array,
+    refresh: Array | None,
+    options: SequenceOptions,
+) -> Hidden:
+    embedding = stacked["embed/embedding"]
+    dtype = embedding.dtype
+    batch, length = tokens.shape
+    names = layer_names(config)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: DecoderLayer(config, dtype=dtype, rngs=nnx.Rngs(0))), nnx.Param)
+    cos, sin = rope_angles(jnp.arange(length), config.head_dim, config.rope)
+    if refresh is None:
+        refresh = jnp.ones((config.num_layers,), bool)
+
+    def layer_step(carry: tuple[Array, Array | None], xs: tuple[dict[str, Array], Array]) -> tuple[Any, Any]:
+        x, selected = carry
+        params, is_refresh = xs
+        layer = nnx.merge(graphdef, fill_state(state, params))
+        normed = layer.attn_norm(x)
+        if isinstance(layer.attn, NSAttention):
+            assert selected is not None
+            out, selected = _sparse_attention(layer.attn, normed, cos, sin, is_refresh, selected, options)
+        else:
+            out = _dense_attention(layer.attn, normed, cos, sin)
+        x = x + layer.attn.o(checkpoint_name(out, _KEPT))
+        x = x + layer.mlp(layer.mlp_norm(x))
+        keep_stream = options.streams or bool(options.taps)
+        return (x, selected), (x if keep_stream else None, selected if options.selected else None)
+
+    if options.remat:
+        policies = jax.checkpoint_policies
+        layer_step = jax.checkpoint(
+            layer_step,
+            policy=policies.save_from_both_policies(
+                policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(_KEPT)
+            ),
+        )
+    x = jnp.take(embedding, tokens, axis=0)
+    selected = None
+    if config.nsa is not None:
+        blocks = -(-length // config.nsa.block_size)
+        selected = jnp.zeros((batch, config.num_kv_heads, length, blocks), bool)
+    layers = {name: stacked[f"layers/{name}"] for name in names}
+    first = x
+    (x, _), (streams, selections) = jax.lax.scan(layer_step, (x, selected), (layers, refresh))
+    taps = tuple(first if tap == 0 else streams[tap - 1] for tap in options.taps)
+    x32 = x.astype(jnp.float32)
+    scale = stacked["norm/scale"].astype(jnp.float32)
+    final = (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + config.rms_eps) * scale).astype(dtype)
+    return Hidden(final=final, taps=taps, streams=streams if options.streams else None, selected=selections)
+
+
+def _rotated(attn: DenseAttention | NSAttention, x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array, Array]:
+    """Rotated queries [B, S, K, G, D], unrotated and rotated keys, values [B, S, K, D]."""
+    q, k, v = attn.project(x)
+    q = rotate(q, cos[:, None, None], sin[:, None, None])
+    return q, k, rotate(k, cos[:, None], sin[:, None]), v
+
+
+def _dense_attention(attn: DenseAttention, x: Array, cos: Array, sin: Array) -> Array:
+    q, _, k, v = _rotated(attn, x, cos, sin)
+    flat = q.reshape(*q.shape[:2], -1, q.shape[-1])
+    fast = jax.default_backend() == "gpu" and x.dtype in (jnp.bfloat16, jnp.float16)
+    out = jax.nn.dot_product_attention(
+        flat, k, v, is_causal=True, scale=attn.scale, implementation="cudnn" if fast else "xla"
+    )
+    return out.reshape(q.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(spec: str, a: Array, b: Array) -> Array:
+    """A batched product with a float32 result, whose gradient is again a product of the operands' dtype."""
+    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32, precision=_precision(a))
+
+
+def _precision(a: Array) -> jax.lax.Precision | None:
+    return jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+
+
+def _product_forward(spec: str, a: Array, b: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _product(spec, a, b), (a, b)
+
+
+def _product_backward(spec: str, operands: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+    # JAX's own rule would multiply float32 by bfloat16, for which no tensor core exists.
+    a, b = operands
+    return jax.vjp(lambda a, b: jnp.einsum(spec, a, b, precision=_precision(a)), a, b)[1](g.astype(a.dtype))
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def _attend(q: Array, k: Array, v: Array, visible: Array, scale: float) -> tuple[Array, Array]:
+    """Output [B, K, C, G, D] in float32 and probabilities [B, K, C, G, N] of a tile, from keys [B, K, N, D].
+
+    Axes are in the order that batched products have, so that scores are never transposed. `visible` broadcasts
+    against the probabilities; a row that sees nothing gives a mean, which the caller discards.
+    """
+    scores = _product("bkcgd,bknd->bkcgn", q, k)
+    p = jax.nn.softmax(jnp.where(visible, scores * scale, -1e30), axis=-1)
+    return _product("bkcgn,bknd->bkcgd", p.astype(v.dtype), v), p
+
+
+def _compress(attn: NSAttention, raw_k: Array, v: Array, config: LlamaConfig) -> tuple[Array, Array]:
+    """All entries of the sequence, [B, K, M, D] keys (rotated) and values, from [B, K, S, D].
+
+    Padded with entries that end beyond the sequence: products of an odd width are slow.
+    """
+    nsa = config.nsa
+    assert nsa is not None
+    stride, parts = nsa.kernel_stride, nsa.kernel_size // nsa.kernel_stride
+    pieces = raw_k.shape[2] // stride
+    entries = max(pieces - parts + 1, 0)
+
+    def rows(x: Array) -> Array:  # [B, K, M, l, D]
+        x = x[:, :, : pieces * stride].reshape(*x.shape[:2], pieces, stride, x.shape[-1])
+        return jnp.concatenate([x[:, :, i : i + entries] for i in range(parts)], axis=3)
+
+    k_cmp, v_cmp = attn.compress_k(rows(raw_k)), attn.compress_v(rows(v))
+    if nsa.cmp_rope == "post":
+        cos, sin = rope_angles(jnp.arange(entries) * stride, config.head_dim, config.rope)
+        k_cmp = rotate(k_cmp, cos, sin)
+    padding = -entries % _ENTRY_MULTIPLE
+    return tuple(jnp.pad(y, ((0, 0), (0, 0), (0, padding), (0, 0))) for y in (k_cmp, v_cmp))
+
+
+def _choose(mass: Array, position: Array, blocks: int, config: LlamaConfig) -> Array:
+    """Blocks that each query reads, bool [B, K, C, N], from its head-summed mass on entries [B, K, C, M]."""
+    nsa = config.nsa
+    assert nsa is not None
+    ratio, overlap = nsa.block_size // nsa.kernel_stride, nsa.kernel_size // nsa.kernel_stride
+    width = blocks * ratio
+    pad = max(width - mass.shape[-1], 0)
+    padded = jnp.pad(mass, [(0, 0)] * 3 + [(overlap - 1, pad)])
+    spread = sum(padded[..., i : i + width] for i in range(overlap))
+    scores = jnp.asarray(spread).reshape(*mass.shape[:-1], blocks, ratio).sum(-1)
+    own = (position // nsa.block_size)[:, None]
+    index = jnp.arange(blocks)
+    forced = (index < nsa.init_blocks) | (index > own - nsa.local_blocks)
+    rank_by = jnp.where(index <= own, jnp.where(forced, jnp.inf, scores), -jnp.inf)
+    _, chosen = jax.lax.top_k(rank_by, min(nsa.n_blocks, blocks))  # ties: lower index first
+    return (chosen[..., None] == index).any(-2) & (index <= own)
+
+
+def _sparse_attention(
+    attn: NSAttention,
+    x: Array,
+    cos: Array,
+    sin: Array,
+    is_refresh: Array,
+    inherited: Array,
+    options: SequenceOptions,
+) -> tuple[Array, Array]:
+    """Output before the output projection [B, S, K, G, D], and the selected blocks [B, K, S, N]."""
+    config, nsa = attn.config, attn.config.nsa
+    assert nsa is not None
+    q, *keyed = (jnp.moveaxis(y, 1, 2) for y in _rotated(attn, x, cos, sin))  # heads first
+    raw, k, v = keyed
+    k_cmp, v_cmp = _compress(attn, k if nsa.cmp_rope == "pre" else raw, v, config)
+    gates = jnp.moveaxis(attn.gates(x), 1, 2)
+    length, blocks, window = x.shape[1], inherited.shape[-1], nsa.window_keys
+    entry_end = jnp.arange(k_cmp.shape[2]) * nsa.kernel_stride + nsa.kernel_size - 1
+    reach = min(window, length)  # keys before a tile that its window may touch
+    # Float32 between tiles: their gradients are added up in it.
+    k, v, k_cmp, v_cmp = (y.astype(jnp.float32) for y in (k, v, k_cmp, v_cmp))
+    k_wide, v_wide = (jnp.pad(y, ((0, 0), (0, 0), (reach, 0), (0, 0))) for y in (k, v))
+
+    @functools.partial(jax.checkpoint, static_argnums=(1, 2))
+    def tile(start: Array, size: int, keys: int) -> tuple[Array, Array]:
+        """Queries start ... start + size - 1 over the first `keys` keys."""
+        cut = lambda y, length=size: jax.lax.dynamic_slice_in_dim(y, start, length, 2)  # noqa: E731
+        position = start + jnp.arange(size)
+        q_tile, gate = cut(q), cut(gates)
+        low = lambda y: y.astype(q.dtype)  # noqa: E731
+        if k_cmp.shape[2]:
+            seen = entry_end <= position[:, None]
+            out_cmp, p = _attend(q_tile, low(k_cmp), low(v_cmp), seen[:, None], attn.scale)
+            seeing = seen.any(-1)[:, None, None]
+            out_cmp = out_cmp * seeing
+            mass = (jax.lax.stop_gradient(p) * seeing).sum(3)
+        else:
+            out_cmp, mass = jnp.zeros(q_tile.shape, jnp.float32), jnp.zeros((*inherited.shape[:2], size, 0))
+        chosen = jnp.where(is_refresh, _choose(mass, position, blocks, config), cut(inherited))
+        near = -(-keys // nsa.block_size)
+        key = jnp.arange(keys)
+        readable = jnp.repeat(chosen[..., :near], nsa.block_size, axis=-1)[..., :keys]
+        readable = (readable & (key <= position[:, None]))[:, :, :, None]
+        out_slc, _ = _attend(q_tile, low(k[:, :, :keys]), low(v[:, :, :keys]), readable, attn.scale)
+        at = start - reach + jnp.arange(size + reach)
+        inside = (at >= 0) & (at <= position[:, None]) & (at > position[:, None] - window)
+        near_k, near_v = (low(cut(y, size + reach)) for y in (k_wide, v_wide))
+        out_win, _ = _attend(q_tile, near_k, near_v, inside[:, None], attn.scale)
+        out = sum(gate[..., i, None] * branch for i, branch in enumerate((out_cmp, out_slc, out_win)))
+        return jnp.asarray(out).astype(x.dtype), chosen
+
+    parts, chosen_parts = [], []
+    for begin, size, count in _tiles(length, options.chunk, options.segments):
+        keys = begin + size * count
+        starts = begin + size * jnp.arange(count)
+        results = jax.lax.map(lambda s, size=size, keys=keys: tile(s, size, keys), starts)
+        out, chosen = (jnp.moveaxis(y, 0, 2) for y in results)  # [B, K, tiles, C, ...]
+        parts.append(out.reshape(*out.shape[:2], size * count, *out.shape[4:]))
+        chosen_parts.append(chosen.reshape(*chosen.shape[:2], size * count, blocks))
+    return jnp.moveaxis(jnp.concatenate(parts, axis=2), 2, 1), jnp.concatenate(chosen_parts, axis=2)
+
+
+def _tiles(length: int, chunk: int, segments: int) -> list[tuple[int, int, int]]:
+    """(first query, tile size, number of tiles) of each segment."""
+    chunk = min(chunk, length)
+    whole = length // chunk
+    per = max(1, -(-whole // segments))
+    tiles = [(first * chunk, chunk, min(per, whole - first)) for first in range(0, whole, per)]
+    if length % chunk:
+        tiles.append((whole * chunk, length % chunk, 1))
+    return tiles

@@ -1,0 +1,145 @@
+"""The training pass is the decoder: same logits, same gradients, for every plan, length and compressor."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ssv_jax.models.cache import init_cache
+from ssv_jax.models.config import LlamaConfig, NSAConfig
+from ssv_jax.models.layer_plan import LayerPlan
+from ssv_jax.models.llama import PassOptions, build, param_shapes, random_params
+from ssv_jax.pallas_kernels import chain
+from ssv_jax.training.forward import SequenceOptions, hidden_states, logits_of, stack_params, unstack_params
+
+NSA = NSAConfig(
+    cmp_fn="weighted",
+    cmp_pe="kv",
+    kernel_size=8,
+    kernel_stride=4,
+    block_size=16,
+    n_selected=4,
+    window_keys=24,
+    gate_bias=True,
+)
+CONFIG = LlamaConfig(
+    vocab_size=61,
+    hidden_size=24,
+    intermediate_size=40,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    nsa=NSA,
+    tie_embeddings=True,
+)
+
+sequence_pass = jax.jit(hidden_states, static_argnames=("config", "options"))
+
+
+def large_params(config: LlamaConfig, seed: int = 0) -> dict[str, jax.Array]:
+    """Parameters that make attention peaked, so that a wrong block or position shows."""
+    return {k: v * (12 if k.endswith(("kernel", "embedding")) else 1) for k, v in random_params(config, seed).items()}
+
+
+def decoder_logits(
+    config: LlamaConfig, params: dict, tokens: jax.Array, plan: tuple[bool, ...], taps: tuple[int, ...] = ()
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    batch, length = tokens.shape
+    options = PassOptions(plan=LayerPlan(refresh=plan), is_chain=True, taps=taps)
+
+    @jax.jit
+    def run(params: dict, tokens: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        cache = init_cache(config, capacity=16 * (length // 16 + 1), batch=batch, dtype=jnp.float32)
+        model = nnx.merge(*build(config, params))
+        out = model(tokens, chain(jnp.zeros((batch,), jnp.int32), length), cache, options)
+        return out.logits, out.taps
+
+    return run(params, tokens)
+
+
+def tokens_of(length: int, batch: int = 2) -> jax.Array:
+    return jax.random.randint(jax.random.key(length), (batch, length), 0, CONFIG.vocab_size)
+
+
+VARIANTS = {
+    "dense": dataclasses.replace(CONFIG, nsa=None, tie_embeddings=False, qkv_bias=True, qk_norm=True),
+    "weighted": CONFIG,
+    "mean-token-gate": dataclasses.replace(CONFIG, nsa=NSAConfig(
+        kernel_size=8, kernel_stride=8, block_size=8, n_selected=3, window_keys=5, gate_scope="token", cmp_rope="pre",
+        init_blocks=0, local_blocks=1)),
+    "linear": dataclasses.replace(CONFIG, nsa=dataclasses.replace(NSA, cmp_fn="linear", cmp_pe="k")),
+    "mlp": dataclasses.replace(CONFIG, nsa=dataclasses.replace(NSA, cmp_fn="mlp")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("plan", [(True, True, True), (True, False, False)], ids=["refresh", "reuse"])
+def test_logits_and_taps_are_those_of_the_decoder(name: str, plan: tuple[bool, ...]) -> None:
+    config = VARIANTS[name]
+    params, tokens = large_params(config, 1), tokens_of(101)
+    want, want_taps = decoder_logits(config, params, tokens, plan, taps=(0, 2, 3))
+    stacked = stack_params(config, params)
+    options = SequenceOptions(taps=(0, 2, 3), chunk=16, segments=3)
+    hidden = sequence_pass(config, stacked, tokens, jnp.array(plan), options)
+    assert float(jnp.abs(want).max()) > 1
+    np.testing.assert_allclose(logits_of(config, stacked, hidden.final), want, atol=1e-4)
+    for got, expected in zip(hidden.taps, want_taps, strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 7, 16, 33])
+def test_every_length(length: int) -> None:
+    params, tokens = large_params(CONFIG, 2), tokens_of(length)
+    want, _ = decoder_logits(CONFIG, params, tokens, (True, False, True))
+    stacked = stack_params(CONFIG, params)
+    hidden = sequence_pass(
+        CONFIG, stacked, tokens, jnp.array([True, False, True]), SequenceOptions(chunk=12, segments=2)
+    )
+    np.testing.assert_allclose(logits_of(CONFIG, stacked, hidden.final), want, atol=1e-4)
+
+
+def test_a_reuse_layer_reads_other_blocks_than_a_refresh_layer() -> None:
+    params, tokens = large_params(CONFIG, 3), tokens_of(120)
+    stacked = stack_params(CONFIG, params)
+    options = SequenceOptions(selected=True, chunk=40)
+    chosen = {
+        plan: sequence_pass(CONFIG, stacked, tokens, jnp.array(plan), options).selected
+        for plan in ((True, True, True), (True, False, False))
+    }
+    fresh, reused = (np.asarray(chosen[plan]) for plan in chosen)
+    assert (reused[1] == reused[0]).all()
+    assert (fresh[1] != fresh[0]).any()
+    position = np.arange(120)
+    assert (fresh.sum(-1) == np.minimum(4, position // 16 + 1)).all()
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_gradients_are_those_of_the_decoder(remat: bool) -> None:
+    params, tokens = large_params(CONFIG, 4), tokens_of(70, batch=1)
+    plan, weight = (True, False, True), jax.random.normal(jax.random.key(5), (1, 70, CONFIG.vocab_size))
+
+    def through_decoder(params: dict) -> jax.Array:
+        return (decoder_logits(CONFIG, params, tokens, plan)[0] * weight).sum()
+
+    def through_scan(stacked: dict) -> jax.Array:
+        hidden = hidden_states(CONFIG, stacked, tokens, jnp.array(plan), SequenceOptions(chunk=32, remat=remat))
+        return (logits_of(CONFIG, stacked, hidden.final) * weight).sum()
+
+    want = jax.jit(jax.grad(through_decoder))(params)
+    got = unstack_params(CONFIG, jax.jit(jax.grad(through_scan))(stack_params(CONFIG, params)))
+    for name, value in want.items():
+        scale = float(jnp.abs(value).max())
+        assert scale > 0 or name.endswith("/pe"), name
+        np.testing.assert_allclose(got[name], value, atol=2e-4 * max(scale, 1e-3), err_msg=name)
+
+
+def test_stacking_is_undone() -> None:
+    params = random_params(CONFIG, 6)
+    back = unstack_params(CONFIG, stack_params(CONFIG, params))
+    assert list(back) == list(param_shapes(CONFIG))
+    for name, value in params.items():
+        np.testing.assert_array_equal(back[name], value)
