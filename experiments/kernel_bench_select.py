@@ -144,7 +144,8 @@ def spread_of(times: list[float]) -> dict[str, float]:
 def ceiling() -> float:
     """Measured read rate, bytes per second."""
     x = jnp.ones((1 << 30,), jnp.bfloat16)
-    times = profile(jax.jit(lambda: jnp.max(x.reshape(-1, 4096), axis=1)), 5)
+    read = jax.jit(lambda x: jnp.max(x.reshape(-1, 4096), axis=1))
+    times = profile(lambda: read(x), 5)
     return 2.0 * x.size / (max(np.median(t) for t in times.values()) * 1e-6)
 
 
@@ -245,9 +246,9 @@ class Timing:
             return dataclasses.replace(first, **values).finish(partials, shape)
 
         self.attend = jax.jit(attend).lower(self.arrays[0]).compile()
+        self.ops = {}
         parts = jax.eval_shape(attend, self.arrays[0])
         self.finish = jax.jit(finish).lower(self.arrays[0], parts).compile()
-        self.ops = {}
         if self.whole:
 
             def ours(*a: Any) -> Any:
@@ -278,6 +279,15 @@ class Timing:
                 "kernels_per_call": round(sum(map(len, times.values())) / calls, 2),
             }
         return result
+
+
+def config_of(spec: str) -> tuple[int, int, int, Any]:
+    """Nodes, context, head dim and tiles of a `--tune` or `--checks` item."""
+    nodes, context, dim, tile, splits, warpgroups, stages, select_warps = map(int, spec.split(":"))
+    config = module("mosaic_attend").AttendConfig(
+        tile=tile, splits=splits, warpgroups=warpgroups, stages=stages, select_warps=select_warps
+    )
+    return nodes, context, dim, config
 
 
 def check_cases() -> list[tuple[str, Case, int, Any]]:
@@ -311,7 +321,8 @@ def main() -> None:
     parser.add_argument("output", type=pathlib.Path)
     parser.add_argument("--suite", default="check,table", help="comma-separated: check, tune, table")
     parser.add_argument("--seconds", type=float, default=400)
-    parser.add_argument("--tune", default="", help="nodes:context:dim:tile:splits:warpgroups:stages, comma-separated")
+    parser.add_argument("--tune", default="", help="nodes:context:dim:tile:splits:warpgroups:stages:select_warps,...")
+    parser.add_argument("--checks", default="", help="checks of tile choices, as --tune")
     parser.add_argument("--rows", type=int, default=99, help="rows of the table, the most telling first")
     parser.add_argument("--after", type=pathlib.Path, help="start timing once this file exists")
     parser.add_argument("--shard", default="0/1", help="i/n: every n-th check from i on")
@@ -339,11 +350,14 @@ def main() -> None:
     if "check" in suites:
         for name, case, group, config in check_cases()[shard::shards]:
             attempt("check", name, lambda case=case, group=group, config=config: check(case, group, config))
+    for spec in filter(None, arguments.checks.split(",")):
+        nodes, context, dim, config = config_of(spec)
+        case = Case(nodes=nodes, context=context, dim=dim)
+        attempt("check", spec, lambda case=case, config=config: check(case, min(case.nodes, 4), config))
     timings: dict[tuple[str, str], Timing] = {}
     for spec in filter(None, arguments.tune.split(",")):
-        nodes, context, dim, tile, splits, warpgroups, stages = map(int, spec.split(":"))
-        config = module("mosaic_attend").AttendConfig(tile=tile, splits=splits, warpgroups=warpgroups, stages=stages)
-        timings["tune", spec] = Timing(Case(nodes=nodes, context=context, dim=dim), 4, config)
+        nodes, context, dim, config = config_of(spec)
+        timings["tune", spec] = Timing(Case(nodes=nodes, context=context, dim=dim), min(nodes, 4), config)
     if "table" in suites:
         for dim, context, nodes in [
             *((128, 65536, n) for n in (65, 1, 5, 17, 129)),
@@ -352,7 +366,7 @@ def main() -> None:
         ][: arguments.rows]:
             name = f"T={nodes} context={context} D={dim}"
             whole = context == 65536 and dim == 128
-            timings["table", name] = Timing(Case(nodes=nodes, context=context, dim=dim), 4, whole=whole)
+            timings["table", name] = Timing(Case(nodes=nodes, context=context, dim=dim), min(nodes, 4), whole=whole)
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         compiled = {key: pool.submit(timing.compile) for key, timing in timings.items()}
         for section, name in timings:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import dataclasses
 import functools
 import glob
@@ -20,6 +21,7 @@ import math
 import pathlib
 import statistics
 import tempfile
+import threading
 import time
 import traceback
 from typing import Any
@@ -48,6 +50,21 @@ CACHES, CALLS = 4, 16
 def module(name: str) -> Any:
     """A module of the kernel package (its functions shadow the op packages as attributes)."""
     return importlib.import_module(f"{PACKAGE}.{name}")
+
+
+_lock = threading.RLock()
+
+
+def once(function: Any) -> Any:
+    """`functools.cache` of which no two threads compute the same entry."""
+    cached = functools.cache(function)
+
+    @functools.wraps(function)
+    def locked(*args: Any, **kwargs: Any) -> Any:
+        with _lock:
+            return cached(*args, **kwargs)
+
+    return locked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +141,7 @@ def random_arrays(key: jax.Array, *shapes: tuple[int, ...]) -> list[jax.Array]:
     return [jax.random.normal(k, shape, jnp.bfloat16) for k, shape in zip(keys, shapes, strict=True)]
 
 
-@functools.cache
+@once
 def caches(case: Case) -> list[CachedKV]:
     """The rotating caches of a shape."""
     geo = geometry(case)
@@ -156,7 +173,7 @@ class Workload:
     loaded_bytes: float
 
 
-@functools.cache
+@once
 def workload(case: Case, calls: int = CALLS) -> Workload:
     """Random inputs of a case."""
     rng = np.random.default_rng(case.nodes)
@@ -205,8 +222,10 @@ def kernel_times(function: Any, arguments: tuple[Any, ...], repeats: int = 1) ->
     """CUPTI durations in microseconds by kernel name."""
     jax.block_until_ready(function(*arguments))
     times: dict[str, list[float]] = collections.defaultdict(list)
+    options = jax.profiler.ProfileOptions()
+    options.host_tracer_level = options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(repeats):
                 jax.block_until_ready(function(*arguments))
         for path in glob.glob(folder + "/**/*.xplane.pb", recursive=True):
@@ -294,7 +313,7 @@ def poisoned(case: Case, clean: bool) -> CachedKV:
     return CachedKV(k=fill("k", 1), v=fill("v", -1), k_cmp=fill("k_cmp", -1), v_cmp=fill("v_cmp", 1))
 
 
-@functools.cache
+@once
 def expected(case: Case) -> np.ndarray:
     """The case's output, in float32 by portable code."""
     work = workload(case, calls=1)
@@ -303,33 +322,44 @@ def expected(case: Case) -> np.ndarray:
         return np.asarray(jax.jit(oracle(case))(*arguments), np.float64)
 
 
-def check(case: Case, config: Any) -> dict[str, Any]:
+def compiled(kind: str, case: Case, config: Any) -> tuple[Any, tuple[Any, ...], list[float]]:
+    """A case's program, its arguments, and the seconds to lower and to compile it."""
+    work = workload(case, calls=1 if kind == "checks" else CALLS)
+    run = call(case, config)
+    schedules = [selection.schedule for selection in work.selections]
+    if kind == "checks":
+        function, rotating = run, poisoned(case, False)
+        arguments = (work.q, rotating, work.tree, work.queries, schedules[0], work.gates)
+    else:
+
+        def function(q: jax.Array, caches: Any, tree: Any, queries: Any, schedules: Any, gates: Any) -> jax.Array:
+            for index, schedule in enumerate(schedules):
+                out = run(q, caches[index % len(caches)], tree, queries, schedule, gates)
+                q = out.astype(q.dtype)
+            return q
+
+        arguments = (work.q, shared_caches(case), work.tree, work.queries, schedules, work.gates)
+    began = time.perf_counter()
+    lowered = jax.jit(function).lower(*arguments)
+    between = time.perf_counter()
+    program = lowered.compile()
+    return program, arguments, [between - began, time.perf_counter() - between]
+
+
+def check(case: Case, config: Any, program: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:
     """Relative error against float32, with poison past the length, and bitwise repeatability."""
-    work = workload(case, calls=1)
-    run = jax.jit(call(case, config))
-    arguments = (poisoned(case, False), work.tree, work.queries, work.selections[0].schedule, work.gates)
-    first = np.asarray(run(work.q, *arguments))
-    same = all(np.array_equal(first, np.asarray(run(work.q, *arguments))) for _ in range(20))
+    first = np.asarray(program(*arguments))
+    same = all(np.array_equal(first, np.asarray(program(*arguments))) for _ in range(20))
     want = expected(case)
     error = float(np.linalg.norm(first - want) / np.linalg.norm(want))
     return {"case": dataclasses.asdict(case), "config": config_of(case, config), "error": error, "repeats": same}
 
 
-def bench(case: Case, config: Any, rate: float) -> dict[str, Any]:
+def bench(case: Case, config: Any, program: Any, arguments: tuple[Any, ...], rate: float) -> dict[str, Any]:
     """Kernel time of a case over rotating caches."""
     work = workload(case)
-    inner = jax.jit(call(case, config))
-
-    def chain(q: jax.Array, caches: list[CachedKV], tree: Any, queries: Any, schedules: Any, gates: Any) -> Any:
-        for index, schedule in enumerate(schedules):
-            out = inner(q, caches[index % len(caches)], tree, queries, schedule, gates)
-            q = out.astype(q.dtype)
-        return q
-
-    schedules = [selection.schedule for selection in work.selections]
-    arguments = (work.q, shared_caches(case), work.tree, work.queries, schedules, work.gates)
-    times = kernel_times(jax.jit(chain), arguments, repeats=2)
-    count = 2 * len(schedules)
+    times = kernel_times(program, arguments, repeats=2)
+    count = 2 * len(work.selections)
     ours = {name: found for name, found in times.items() if name.startswith(KERNEL)}
     total = sum(map(sum, times.values())) / count
     median, low, high = (sum(map(function, ours.values())) for function in (statistics.median, min, max))
@@ -361,21 +391,22 @@ def suite(name: str) -> tuple[list[tuple[Case, Any]], list[tuple[Case, Any]]]:
         read = {part: [(Case(**case), tiles) for case, tiles in found.get(part, [])] for part in ("checks", "benches")}
         return read["checks"], read["benches"]
     small = Case(nodes=17, group=8, context=8192, op="reuse")
-    split = {"selected": 3, "window": 2, "compressed": 2}
-    checks: list[tuple[Case, Any]] = [(small, split | {"fused": fused}) for fused in (True, False)]
+    checks: list[tuple[Case, Any]] = [
+        (small, {"selected": 3, "window": 2, "compressed": 2, "last": last}) for last in (0, 1)
+    ]
     main_cases = [
-        Case(nodes=65, group=8),
-        Case(nodes=5, group=4),
-        Case(nodes=65, group=8, op="reuse"),
-        Case(nodes=1, group=1),
-        Case(nodes=65, group=1),
-        Case(nodes=129, group=8),
-        Case(nodes=1, group=1, op="reuse"),
         Case(nodes=65, group=16),
+        Case(nodes=5, group=8),
+        Case(nodes=65, group=16, op="reuse"),
+        Case(nodes=1, group=1),
+        Case(nodes=5, group=4),
+        Case(nodes=65, group=8),
+        Case(nodes=65, group=1),
+        Case(nodes=129, group=16),
+        Case(nodes=5, group=8, op="reuse"),
+        Case(nodes=1, group=1, op="reuse"),
     ]
     benches: list[tuple[Case, Any]] = [(case, None) for case in main_cases]
-    benches[1:1] = [(main_cases[0], {"selected": 3, "window": 1, "fused": False})]
-    benches[3:3] = [(main_cases[1], {"selected": 4, "window": 2, "fused": False})]
     if name == "quick":
         return checks, benches
     checks += [
@@ -418,6 +449,7 @@ def main() -> None:
     parser.add_argument("output", type=pathlib.Path)
     parser.add_argument("--suite", default="quick", help="quick, full, or a JSON file of cases")
     parser.add_argument("--seconds", type=float, default=200.0)
+    parser.add_argument("--threads", type=int, default=4, help="that compile ahead; tracing takes turns")
     options = parser.parse_args()
     start = time.time()
     config_type = module("sparse_verify.tiles").TileConfig
@@ -432,27 +464,40 @@ def main() -> None:
     rate = read_rate()
     results["read_rate_gb_s"] = rate / 1e9
     print(f"read rate {rate / 1e9:.0f} GB/s", flush=True)
-    for kind, items in (("checks", checks), ("benches", benches)):
-        for case, tiles in items:
-            if time.time() - start > options.seconds:
-                print(f"out of time before {case}", flush=True)
-                break
-            began = time.time()
-            config = None if tiles is None else config_type(**tiles)
-            try:
-                row = check(case, config) if kind == "checks" else bench(case, config, rate)
-            except Exception as error:
-                traceback.print_exc(limit=3)
-                row = {"case": dataclasses.asdict(case), "config": tiles, "failed": str(error)[:500]}
-            results[kind].append(row)
-            options.output.write_text(json.dumps(results, indent=1))
-            shown = {k: round(v, 5) for k, v in row.items() if isinstance(v, float | int)}
-            others = {k: [round(x, 2) for x in v] for k, v in row.get("other_kernels", {}).items()}
-            print(
-                f"{case.op} T={case.nodes} C={case.group} D={case.dim} L={case.context} ov={case.overlap} {tiles} "
-                f"{shown} {others if case.nodes == 5 else ''} [{time.time() - began:.1f}s]",
-                flush=True,
-            )
+    items = [("checks", *item) for item in checks] + [("benches", *item) for item in benches]
+    pool = concurrent.futures.ThreadPoolExecutor(options.threads)
+    programs = []
+    for kind, case, tiles in items:
+        config = None if tiles is None else config_type(**tiles)
+        programs.append((kind, case, tiles, config, pool.submit(compiled, kind, case, config)))
+    for number, (kind, case, tiles, config, program) in enumerate(programs):
+        if time.time() - start > options.seconds:
+            print(f"out of time before {case} ({len(programs) - number} left)", flush=True)
+            break
+        began = time.time()
+        try:
+            ready, arguments, seconds = program.result()
+            programs[number] = ()  # so that the program and its inputs can go
+            waited = time.time() - began
+            if kind == "checks":
+                row = check(case, config, ready, arguments)
+            else:
+                row = bench(case, config, ready, arguments, rate)
+            row |= {"lower_s": seconds[0], "compile_s": seconds[1]}
+        except Exception as error:
+            waited = time.time() - began
+            traceback.print_exc(limit=3)
+            row = {"case": dataclasses.asdict(case), "config": tiles, "failed": str(error)[:500]}
+        results[kind].append(row)
+        options.output.write_text(json.dumps(results, indent=1))
+        shown = {k: round(v, 5) for k, v in row.items() if isinstance(v, float | int)}
+        others = {k: [round(x, 2) for x in v] for k, v in row.get("other_kernels", {}).items()}
+        print(
+            f"{case.op} T={case.nodes} C={case.group} D={case.dim} L={case.context} ov={case.overlap} {tiles} {shown} "
+            f"{row.get('kernels', '')} {others if case.nodes == 5 else ''} [{waited:.1f}+{time.time() - began:.1f}s]",
+            flush=True,
+        )
+    pool.shutdown(wait=False, cancel_futures=True)
     add_baselines(results["benches"])
     options.output.write_text(json.dumps(results, indent=1))
 

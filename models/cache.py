@@ -129,20 +129,14 @@ def _append(
     start: Int[Array, ""],
     count: Int[Array, ""],
 ) -> Float[Array, "K L D"]:
-    """Writes new[:, source[i]] to row start + i for i < count; every other row keeps its bits.
-
-    The slice written is clamped into the buffer, so a nearly full cache needs no slack.
-    """
-    rows = old.shape[1]
-    width = min(source.shape[0], rows)
-    begin = jnp.clip(start, 0, rows - width)
-    index = begin + jnp.arange(width) - start
-    picked = jnp.take(new, jnp.take(source, jnp.clip(index, 0, source.shape[0] - 1)), axis=1)
-    present = jax.lax.dynamic_slice_in_dim(old, begin, width, axis=1)
-    write = (index >= 0) & (index < count)
-    return jax.lax.dynamic_update_slice_in_dim(
-        old, jnp.where(write[:, None], picked.astype(old.dtype), present), begin, axis=1
-    )
+    """Writes new[:, source[i]] to row start + i for i < count; every other row keeps its bits."""
+    # Two rows at least: XLA makes a read, a choice and an update of a scatter of one row, on GPUs two kernels for one.
+    source = jnp.pad(source, (0, max(0, 2 - source.shape[0])))
+    rows, index = old.shape[1], jnp.arange(source.shape[0])
+    # Rows that are not written get indices of their own beyond the end, so that all are distinct and ascending.
+    target = jnp.where(index < count, start + index, rows + index)
+    picked = jnp.take(new, source, axis=1, mode="clip").astype(old.dtype)
+    return old.at[:, target].set(picked, mode="drop", indices_are_sorted=True, unique_indices=True)
 
 
 def _per_sequence(function, *arguments: Array) -> Array:

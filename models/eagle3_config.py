@@ -27,7 +27,9 @@ _CONSUMED = frozenset(
     eagle_aux_hidden_state_layer_ids
     """.split()
 )
-_EAGLE_CONFIG = frozenset(("eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "tap_convention"))
+_EAGLE_CONFIG = frozenset(
+    ("eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "tap_convention", "draft_window")
+)
 # Without influence on the mathematics of inference. `max_position_embeddings` is among them on purpose: rotary
 # angles are computed, and heads are routinely run far beyond the (often copied) limit in their file.
 _IRRELEVANT = frozenset(
@@ -74,6 +76,8 @@ class Eagle3Config:
       qkv_bias, o_bias, mlp_bias: whether those projections have biases.
       own_embedding: token embeddings of its own; otherwise the target's.
       own_head: an output matrix of its own; otherwise the rows of the target's at the draft vocabulary.
+      draft_window: pairs that its attention should reach, its own included; None for all. A recommendation, which
+        drafters follow unless told otherwise.
 
     Raises:
       ValueError: a size that is not positive, heads that do not group, or taps that are not three rising
@@ -100,6 +104,7 @@ class Eagle3Config:
     mlp_bias: bool = False
     own_embedding: bool = False
     own_head: bool = True
+    draft_window: int | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -119,6 +124,9 @@ class Eagle3Config:
         if self.tap_norm not in ("none", "each", "concat"):
             raise ValueError(f"eagle3 tap_norm must be none, each or concat, got {self.tap_norm!r}")
         check_taps(self.taps)
+        window = self.draft_window
+        if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+            raise ValueError(f"eagle3 draft_window must be an integer >= 1 or null, got {window!r}")
         if not self.own_embedding and self.hidden_size != self.target_hidden_size:
             raise ValueError(
                 f"eagle3 hidden_size={self.hidden_size} differs from target_hidden_size="
@@ -287,6 +295,7 @@ def parse_eagle3_config(
             mlp_bias=reader.boolean("mlp_bias"),
             own_embedding="embed_tokens.weight" in shapes,
             own_head="lm_head.weight" in shapes,
+            draft_window=(reader.mapping("eagle_config") or {}).get("draft_window"),
         )
         check_against_target(config, target)
     except CheckpointError as error:
@@ -361,6 +370,8 @@ def eagle3_config_to_json(config: Eagle3Config, dtype: str) -> dict[str, Any]:
     if config.taps[0] == 0:
         fields["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = list(config.taps)
         fields["eagle_config"]["tap_convention"] = "residual"
+    if config.draft_window is not None:
+        fields["eagle_config"]["draft_window"] = config.draft_window
     if config.qkv_bias != config.o_bias:
         fields["qkv_bias"] = config.qkv_bias
     for name, value in (

@@ -37,6 +37,17 @@ def random_values(shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: DType
     return {name: jnp.asarray(value(name, shape), dtype) for name, shape in shapes.items()}
 
 
+def _parts(rows: int, columns: int) -> int:
+    """Into how many sums a product of one row with a matrix is cut.
+
+    XLA gives each thread block of a GPU some columns; a few thousand columns are too few to read at full speed.
+    """
+    parts = 1
+    while columns * parts <= 16384 and rows % (2 * parts) == 0:
+        parts *= 2
+    return parts if rows * columns >= 1 << 22 else 1
+
+
 class Projection(nnx.Module):
     """A linear map from the last axes of its input to new last axes.
 
@@ -64,9 +75,20 @@ class Projection(nnx.Module):
     def __call__(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Maps [..., *inputs] to [..., *outputs], in `dtype` or that of the input."""
         lead = x.shape[: x.ndim - len(self.inputs)]
-        flat = x.reshape(*lead, math.prod(self.inputs))
-        kernel = self.kernel[...].reshape(math.prod(self.inputs), math.prod(self.outputs))
-        y = jnp.matmul(flat, kernel, preferred_element_type=dtype or x.dtype).reshape(*lead, *self.outputs)
+        rows, columns = math.prod(self.inputs), math.prod(self.outputs)
+        flat, kernel = x.reshape(*lead, rows), self.kernel[...].reshape(rows, columns)
+        parts = _parts(rows, columns) if math.prod(lead) == 1 and x.dtype == jnp.bfloat16 else 1
+        if parts > 1:
+            each = jnp.einsum(
+                "pr,prc->pc",
+                flat.reshape(parts, rows // parts),
+                kernel.reshape(parts, rows // parts, columns),
+                preferred_element_type=jnp.float32,
+            )
+            y = jax.lax.optimization_barrier(each).sum(0).astype(dtype or x.dtype)
+        else:
+            y = jnp.matmul(flat, kernel, preferred_element_type=dtype or x.dtype)
+        y = y.reshape(*lead, *self.outputs)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 

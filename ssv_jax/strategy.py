@@ -64,6 +64,7 @@ class TreeSpec:
 
 
 DRAFTERS = ("none", "ngram", "eagle3")
+AUTO = "auto"  # the engine decides, see `drafting.build.settle`
 DEFAULT_TREES = {"ngram": TreeSpec(depth=7, topk=1, nodes=8), "eagle3": TreeSpec(depth=6, topk=8, nodes=32)}
 
 
@@ -72,7 +73,7 @@ class Strategy:
     """One way to decode.
 
     Args:
-      draft: drafter, one of `DRAFTERS`.
+      draft: drafter, one of `DRAFTERS`, or `auto`: the model's own where it has one, which `Engine` settles.
       tree: size of the draft tree; None for the drafter's default.
       traversal: order of the nodes in a pass.
       group: consecutive nodes that share a visit list.
@@ -80,7 +81,7 @@ class Strategy:
         first one's.
       refresh_every: layers 0, k, 2k, ... select blocks, the others inherit.
       refresh_layers: the layers that select, instead of `refresh_every`.
-      draft_window: tokens that the drafter's network attends to, None for all.
+      draft_window: tokens that the drafter's network attends to, 0 for all, None for what its checkpoint recommends.
 
     Raises:
       ValueError: an unknown name or a value out of range.
@@ -96,8 +97,8 @@ class Strategy:
     draft_window: int | None = None
 
     def __post_init__(self) -> None:
-        if self.draft not in DRAFTERS:
-            raise ValueError(f"unknown drafter {self.draft!r}; known: {', '.join(DRAFTERS)}")
+        if self.draft not in (*DRAFTERS, AUTO):
+            raise ValueError(f"unknown drafter {self.draft!r}; known: {', '.join((AUTO, *DRAFTERS))}")
         if self.traversal not in ("bfs", "dfs"):
             raise ValueError(f"traversal must be bfs or dfs, got {self.traversal!r}")
         if self.grouping not in ("exact", "shared"):
@@ -111,8 +112,10 @@ class Strategy:
                 raise ValueError("layer plan: give refresh_every or refresh_layers, not both")
             if 0 not in self.refresh_layers:
                 raise ValueError("layer plan: layer 0 must be a refresh layer, it has nothing to inherit")
-        if self.draft_window is not None and (self.draft != "eagle3" or self.draft_window < 1):
-            raise ValueError("a draft window needs the eagle3 drafter and a size >= 1: drop it, or choose eagle3")
+        if self.draft_window is not None and (self.draft not in ("eagle3", AUTO) or self.draft_window < 0):
+            raise ValueError(
+                "a draft window needs the eagle3 drafter and a size >= 1, or 0 for all: drop it, or choose eagle3"
+            )
         if self.draft == "none" and self.tree is not None:
             raise ValueError("a tree needs a drafter: choose ngram or eagle3, or leave the tree out")
         size = self.size
@@ -124,7 +127,7 @@ class Strategy:
 
     @property
     def size(self) -> TreeSpec | None:
-        """The tree that is drafted, None for autoregressive decoding."""
+        """The tree that is drafted, None for autoregressive decoding and where that is not settled."""
         return self.tree or DEFAULT_TREES.get(self.draft)
 
     @property

@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("models", "pallas_kernels")
+# Of a model that ships inside the package; the wheel must take what it finds there, at any depth.
+WEIGHTS = ("test-model/config.json", "test-model/delta.safetensors", "test-model/README.md", "test-model/eagle3/x.bin")
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +24,10 @@ def wheel(tmp_path_factory) -> Path:
     for name in (*FOLDERS, "ssv_jax"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignore)
+    for name in WEIGHTS:
+        file = source / "ssv_jax" / "weights" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"x")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     out = tmp_path_factory.mktemp("wheel")
@@ -68,6 +74,9 @@ def test_wheel_holds_the_data_files(wheel):
     for folder in FOLDERS:
         data = {f"ssv_jax/{path.relative_to(ROOT)}" for path in (ROOT / folder).glob("**/*.json")}
         assert data <= names
+    shipped = {str(path.relative_to(ROOT)) for path in (ROOT / "ssv_jax" / "weights").glob("**/*") if path.is_file()}
+    shipped |= {f"ssv_jax/weights/{name}" for name in WEIGHTS}
+    assert {name for name in names if name.startswith("ssv_jax/weights/")} == shipped
 
 
 def test_wheel_takes_one_name_only(wheel):

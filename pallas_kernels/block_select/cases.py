@@ -75,6 +75,7 @@ LOWERED = {
     "T=1": Case(nodes=1, heads=4, dim=128, capacity=65536, lengths=(0,), kv_heads=8, group=1),
     "T=65": Case(nodes=65, heads=4, dim=128, capacity=65536, lengths=(0,), kv_heads=8, group=4),
     "T=65, D=64, groups of 8": Case(nodes=65, heads=4, dim=64, capacity=8192, lengths=(0,), kv_heads=8, group=8),
+    "T=65, groups of 16": Case(nodes=65, heads=4, dim=128, capacity=65536, lengths=(0,), kv_heads=8, group=16),
     "T=129, 128K": Case(nodes=129, heads=4, dim=128, capacity=131072, lengths=(0,), kv_heads=8),
     "G=16, one entry per block": Case(
         nodes=17, heads=16, dim=64, capacity=16384, lengths=(0,), kv_heads=2, geometry=EQUAL_SIZES, group=1

@@ -37,19 +37,21 @@ _ROW = plgpu.Layout.WGMMA.reduce(1)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AttendConfig:
-    """Tile choices of the attention kernel.
+    """Tile choices of both kernels.
 
     Args:
       tile: entries per step, 64 or 128.
       splits: parts that the entries are divided into.
       warpgroups: row tiles that share loads of keys and values.
       stages: tiles of keys and values in flight.
+      select_warps: that serve a node in the selection: 1, 2 or 4.
     """
 
     tile: int
     splits: int
     warpgroups: int
     stages: int
+    select_warps: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,15 +88,16 @@ def mass_depth(steps: int) -> int:
 
 
 def attend(
-    q: Float[Array, "X R 64 D"],
+    q: Float[Array, "B T K G D"],
     k: Float[Array, "X N D"],
     v: Float[Array, "X N D"],
-    tree_k: Float[Array, "X M D"],
-    tree_v: Float[Array, "X M D"],
+    tree_k: Float[Array, "X M2 D"],
+    tree_v: Float[Array, "X M2 D"],
     bias: Float[Array, "B R 64 M"],
     counts: Int[Array, "B 4"],
     bins: Float[Array, "Y tile"] | None,
     *,
+    per_tile_nodes: int,
     scale: float,
     config: AttendConfig,
     score: bool,
@@ -103,21 +106,21 @@ def attend(
     """Runs the attention kernel.
 
     Args:
-      q: query rows, in tiles.
+      q: rotated queries.
       k, v: compressed entries; rows at and after the count are garbage.
-      tree_k, tree_v: completed entries, padded to a multiple of `TREE_TILE`.
+      tree_k, tree_v: completed entries, at least `TREE_TILE` rows.
       bias: 0 where a row sees a completed entry, `MASKED` elsewhere.
       counts: committed entries, and completed ones, of each sequence.
       bins: transposed overlaps of the entries of a tile with its blocks and the next; None where they are the same.
+      per_tile_nodes: nodes in a row tile, a multiple of 4; its rows are head-major.
       scale: multiplies q . k.
       config: tile choices.
       score: whether block masses are wanted.
       interpret: parameters of the interpreter, or None.
     """
-    batch_heads, tiles, _, dim = q.shape
-    entries = k.shape[1]
-    heads = batch_heads // counts.shape[0]
-    tree_width = tree_k.shape[1]
+    batch_size, nodes, heads, group_heads, dim = q.shape
+    batch_heads, entries = batch_size * heads, k.shape[1]
+    tiles, tree_width = bias.shape[1], bias.shape[3]
     size, splits, warps, stages = config.tile, config.splits, config.warpgroups, config.stages
     warps = min(warps, tiles)
     groups = -(-tiles // warps)
@@ -141,11 +144,11 @@ def attend(
         bins_ref = take(binned)
         o_ref, stats_ref = take(), take()
         mass_ref, top_ref, tree_ref = (take(score) for _ in range(3))
-        q_s, (k_s, k_copy), (v_s, v_copy), tk_s, tv_s, q_b, k_b, v_b, t_b, free_b = (take() for _ in range(10))
+        (q_s, q_copy), (k_s, k_copy), (v_s, v_copy), q_b, k_b, v_b, free_b = (take() for _ in range(7))
         bins_s, bins_b = take(binned), take(binned)
         p_s, b_s, pt_s = (take(in_smem) for _ in range(3))
         if in_smem:  # and gives each member of a union a buffer of its own
-            k_copy, v_copy = k_s, v_s
+            q_copy, k_copy, v_copy = q_s, k_s, v_s
         w = lax.axis_index("wg")
         s, x, g = lax.axis_index("s"), lax.axis_index("x"), lax.axis_index("g")
         batch = lax.div(x, i32(heads))
@@ -156,36 +159,48 @@ def attend(
         n = lax.div(count * (s + 1), i32(splits)) - first
         chunks = jnp.where(s == splits - 1, lax.div(completed + (TREE_TILE - 1), i32(TREE_TILE)), 0)
 
-        def fetch(i: Array, slot: Array) -> None:
-            at = pl.ds(pl.multiple_of((first + i) * size, size), size)
-            for source, target, barrier in ((k_ref, k_copy, k_b), (v_ref, v_copy, v_b)):
+        def copy(sources: tuple[Any, Any], start: Array, rows: int, slot: Array) -> None:
+            at = pl.ds(pl.multiple_of(start * rows, rows), rows)
+            for source, target, barrier in zip(sources, (k_copy, v_copy), (k_b, v_b), strict=True):
                 for panel in range(panels):
                     columns = pl.ds(panel * PANEL, PANEL)
-                    plgpu.copy_gmem_to_smem(source.at[x, at, columns], target.at[slot, panel], barrier.at[slot])
+                    part = target.at[slot, panel] if rows == size else target.at[slot, panel, pl.ds(0, rows)]
+                    plgpu.copy_gmem_to_smem(source.at[x, at, columns], part, barrier.at[slot])
 
-        def fetch_tree(i: Array) -> None:
-            at = pl.ds(pl.multiple_of(i * TREE_TILE, TREE_TILE), TREE_TILE)
-            for source, target in ((tk_ref, tk_s), (tv_ref, tv_s)):
-                for panel in range(panels):
-                    columns = pl.ds(panel * PANEL, PANEL)
-                    plgpu.copy_gmem_to_smem(source.at[x, at, columns], target.at[panel], t_b)
+        def fetch(i: Array) -> None:
+            """Step i of this block: tiles of committed entries, then of completed ones."""
+            slot = lax.rem(i, i32(stages))
 
-        for panel in range(panels):
-            columns = pl.ds(panel * PANEL, PANEL)
-            plgpu.copy_gmem_to_smem(q_ref.at[x, tile, :, columns], q_s.at[w, panel], q_b.at[w])
+            @pl.when(i < n)
+            def _() -> None:
+                copy((k_ref, v_ref), first + i, size, slot)
+
+            @pl.when((i >= n) & (i < n + chunks))
+            def _() -> None:
+                copy((tk_ref, tv_ref), i - n, TREE_TILE, slot)
+
+        def refill(i: Array, slot: Array) -> None:
+            """After every warpgroup has read step i."""
+            plgpu.barrier_arrive(free_b.at[slot])
+
+            @pl.when(w == 0)
+            def _() -> None:
+                plgpu.barrier_wait(free_b.at[slot])  # every completed phase must be awaited, the last ones too
+                fetch(i + stages)
+
+        # Rows of no node or no head are zeros, or stay as they are: rows are independent.
+        copied = min(per_tile_nodes, nodes)
+        these = pl.ds(pl.multiple_of(tile * per_tile_nodes, per_tile_nodes), copied)
+        for h in range(group_heads):
+            for panel in range(panels):
+                source = q_ref.at[batch, these, lax.rem(x, i32(heads)), h, pl.ds(panel * PANEL, PANEL)]
+                target = q_copy.at[w, panel, pl.ds(h * per_tile_nodes, copied)]
+                plgpu.copy_gmem_to_smem(source, target, q_b.at[w])
 
         @pl.when(w == 0)
         def _() -> None:
             for i in range(stages):
-
-                @pl.when(i < n)
-                def _(i: int = i) -> None:
-                    fetch(i32(i), i32(i))
-
-            @pl.when(chunks > 0)
-            def _() -> None:
-                fetch_tree(i32(0))
-
+                fetch(i32(i))
             if binned:
                 plgpu.copy_gmem_to_smem(bins_ref, bins_s, bins_b)
 
@@ -197,12 +212,16 @@ def attend(
         total = plgpu.layout_cast(jnp.full((ROWS,), 0.0, f32), _ROW)
         acc = [plgpu.layout_cast(jnp.full((ROWS, PANEL), 0.0, f32), plgpu.Layout.WGMMA)] * panels
 
-        def scores(keys: Any, columns: int) -> Array:
+        def panel_of(ring: Any, slot: Array, panel: int, rows: int) -> Any:
+            return ring.at[slot, panel] if rows == size else ring.at[slot, panel, pl.ds(0, rows)]
+
+        def scores(slot: Array, columns: int) -> Array:
             """Products, not scaled yet."""
 
             def product(acc_ref: Any) -> Array:
                 for panel in range(panels):
-                    plgpu.wgmma(acc_ref, q_s.at[w, panel], keys.at[panel].transpose((1, 0)))
+                    keys = panel_of(k_s, slot, panel, columns)
+                    plgpu.wgmma(acc_ref, q_s.at[w, panel], keys.transpose((1, 0)))
                 return acc_ref[...]
 
             return pl.run_scoped(product, _Accumulator((ROWS, columns), f32))
@@ -214,7 +233,7 @@ def attend(
             return p, new_top, alpha, total * alpha + p.sum(axis=1)
 
         def multiply(
-            acc: list[Array], alpha: Array, operand: Array, values: Any, staging: Any, parts: tuple[Array, ...] = ()
+            acc: list[Array], alpha: Array, operand: Array, slot: Array, staging: Any, parts: tuple[Array, ...] = ()
         ) -> tuple[list[Array], Array | None]:
             """Adds the weighted values to the rescaled accumulators; bins the parts of the probabilities."""
             factors = lax.broadcast_in_dim(alpha, (ROWS, PANEL), [0])
@@ -229,7 +248,8 @@ def attend(
 
             def weigh(acc_refs: list[Any]) -> None:
                 for panel, acc_ref in enumerate(acc_refs):
-                    plgpu.wgmma(acc_ref, staging.at[w] if in_smem else operand, values.at[panel])
+                    values = panel_of(v_s, slot, panel, operand.shape[1])
+                    plgpu.wgmma(acc_ref, staging.at[w] if in_smem else operand, values)
 
             def bin_parts(acc_ref: Any) -> None:
                 for index, part in enumerate(parts):
@@ -265,59 +285,35 @@ def attend(
             acc, top, total = carry
             slot = lax.rem(i, i32(stages))
             plgpu.barrier_wait(k_b.at[slot])
-            values = scores(k_s.at[slot], size)
+            values = scores(slot, size)
             values = jnp.where(column < visible - (first + i) * size, values, MASKED)
             p, top, alpha, total = soften(values, top, total)
             high = p.astype(jnp.bfloat16)
+            if not in_smem:  # otherwise the compiler converts one by one, which takes as long as all the exponentials
+                high = lax.optimization_barrier(high)
             operand = high if half == jnp.bfloat16 else p.astype(half)
             parts = (high, (p - high.astype(f32)).astype(jnp.bfloat16)) if binned else ()
             plgpu.barrier_wait(v_b.at[slot])
-            acc, mass = multiply(acc, alpha, operand, v_s.at[slot], p_s if in_smem else None, parts)
-            if warps > 1:
-                plgpu.barrier_arrive(free_b.at[slot])
-
-            @pl.when((w == 0) & (i + stages < n))
-            def _() -> None:
-                if warps > 1:
-                    plgpu.barrier_wait(free_b.at[slot])
-                fetch(i + stages, slot)
-
+            acc, mass = multiply(acc, alpha, operand, slot, p_s if in_smem else None, parts)
+            refill(i, slot)
             if score:
                 put(mass_ref.at[x, tile, first + i + 1], p if mass is None else mass, interpret)
                 put(top_ref.at[x, tile, first + i + 1], top, interpret)
             return acc, top, total
 
         acc, top, total = lax.fori_loop(0, n, step, (acc, top, total))
-        if warps > 1:  # every completed phase must be awaited: the last ones too
-
-            @pl.when(w == 0)
-            def _() -> None:
-                for i in range(stages):
-
-                    @pl.when(i < n)
-                    def _(i: int = i) -> None:
-                        plgpu.barrier_wait(free_b.at[lax.rem(n - 1 - i, i32(stages))])
 
         def tree_step(i: Array, carry: Carry) -> Carry:
             acc, top, total = carry
+            slot = lax.rem(n + i, i32(stages))
             at = pl.ds(pl.multiple_of(i * TREE_TILE, TREE_TILE), TREE_TILE)
             hidden = plgpu.load(bias_ref.at[batch, tile, :, at], layout=plgpu.Layout.WGMMA, optimized=False)
-            plgpu.barrier_wait(t_b)
-            values = jnp.where(hidden < 0.0, MASKED, scores(tk_s, TREE_TILE))
+            plgpu.barrier_wait(k_b.at[slot])
+            values = jnp.where(hidden < 0.0, MASKED, scores(slot, TREE_TILE))
             p, top, alpha, total = soften(values, top, total)
-            acc = multiply(acc, alpha, p.astype(half), tv_s, pt_s if in_smem else None)[0]
-            if warps > 1:
-                plgpu.barrier_arrive(free_b.at[stages])
-
-            @pl.when(w == 0)
-            def _() -> None:
-                if warps > 1:
-                    plgpu.barrier_wait(free_b.at[stages])
-
-                @pl.when(i + 1 < chunks)
-                def _() -> None:
-                    fetch_tree(i + 1)
-
+            plgpu.barrier_wait(v_b.at[slot])
+            acc = multiply(acc, alpha, p.astype(half), slot, pt_s if in_smem else None)[0]
+            refill(n + i, slot)
             if score:
                 put(tree_ref.at[x, tile, :, at], p, interpret)
                 put(top_ref.at[x, tile, depth + i], top, interpret)
@@ -331,22 +327,19 @@ def attend(
 
     body.__name__ = "nsa_compressed_scores" if score else "nsa_compressed"
     sm = plgpu.SMEM
-    ring = (stages, panels, size, PANEL)
+    rows, ring = (warps, panels, ROWS, PANEL), (stages, panels, size, PANEL)
     shapes = [
         jax.ShapeDtypeStruct((batch_heads, tiles, splits, ROWS, dim), f32),
         jax.ShapeDtypeStruct((batch_heads, tiles, splits, 2, ROWS), f32),
     ]
     scratch = [
-        sm((warps, panels, ROWS, PANEL), half, transforms=_TILED),
+        plgpu.RefUnion(sm(rows, half, transforms=_TILED), sm(rows, half, transforms=_PLAIN)),
         plgpu.RefUnion(sm(ring, half, transforms=_TILED), sm(ring, half, transforms=_PLAIN)),
         plgpu.RefUnion(sm(ring, half, transforms=_TILED), sm(ring, half, transforms=_PLAIN)),
-        sm((panels, TREE_TILE, PANEL), half, transforms=_TILED),
-        sm((panels, TREE_TILE, PANEL), half, transforms=_TILED),
-        plgpu.Barrier(num_arrivals=panels, num_barriers=warps),
+        plgpu.Barrier(num_arrivals=panels * group_heads, num_barriers=warps),
         plgpu.Barrier(num_arrivals=panels, num_barriers=stages),
         plgpu.Barrier(num_arrivals=panels, num_barriers=stages),
-        plgpu.Barrier(num_arrivals=2 * panels),
-        plgpu.Barrier(num_arrivals=warps, num_barriers=stages + 1),
+        plgpu.Barrier(num_arrivals=warps, num_barriers=stages),
     ]
     operands = [q, k, v, tree_k, tree_v, bias, counts]
     if score:
@@ -372,7 +365,10 @@ def attend(
         grid_names=("s", "x", "g"),
         num_threads=warps,
         thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        # Shared memory is written by copies only, and `free_b` says when it may be: no barrier around each access.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
         interpret=interpret,
     )(*operands)
     rest = results[2:] if score else (None, None, None)

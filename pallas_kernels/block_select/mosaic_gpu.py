@@ -12,6 +12,7 @@ the same node in a pass of another size can differ by rounding.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -21,9 +22,11 @@ from jaxtyping import Array, Float, Int
 
 from ..errors import UnsupportedKernelError
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries
+from ..sparse_verify.hopper import require_hopper
 from . import tiles
 from .mosaic_attend import MASKED, ROWS, TREE_TILE, AttendConfig, Partials, attend
-from .mosaic_choose import QUAD, SelectPlan, finish, merge
+from .mosaic_choose import SelectPlan, finish, merge
+from .select_shape import QUAD
 
 SCORE_TOLERANCE = 2e-5  # relative; two bf16 parts leave 2**-17, float32 dots and exp2 the rest
 MAX_HEADS = 16
@@ -32,6 +35,7 @@ MAX_SLOTS = 32
 MAX_NODES = 4096  # longer passes are prefill: tile them outside
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selected:
     """What a refresh layer needs from the compressed branch.
@@ -47,16 +51,6 @@ class Selected:
     blocks: Int[Array, "B K T S"]
     merged: Int[Array, "B K P U"] | None
     owners: Int[Array, "B K P U"] | None
-
-
-def require_hopper() -> None:
-    """Raises `UnsupportedKernelError` unless JAX's default device is an NVIDIA GPU of compute capability 9."""
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        raise UnsupportedKernelError(f"needs an NVIDIA GPU, JAX runs on {device.platform}")
-    capability = str(getattr(device, "compute_capability", "unknown"))
-    if not capability.startswith("9."):
-        raise UnsupportedKernelError(f"needs compute capability 9 (Hopper), {device.device_kind} has {capability}")
 
 
 def _overlap(entry: Any, block: Any, geometry: Geometry, xp: Any) -> Any:
@@ -122,10 +116,10 @@ def _pad_axis(x: Array, axis: int, size: int) -> Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operands:
-    """A call, laid out for the kernels. Everything but `rows` and the keys and values is the same in every layer.
+    """A call, laid out for the kernels. Everything but the queries, keys and values is the same in every layer.
 
     Args:
-      rows: query rows in tiles of 64: heads first, then nodes.
+      q: queries.
       k, v, tree_k, tree_v: compressed entries, committed and completed (padded).
       bias: which row sees which completed entry.
       counts: committed and completed entries, first block that the latter can touch.
@@ -137,15 +131,15 @@ class Operands:
       plan: of the selection.
     """
 
-    rows: Float[Array, "X R 64 D"]
+    q: Float[Array, "B T K G D"]
     k: Float[Array, "X N D"]
     v: Float[Array, "X N D"]
-    tree_k: Float[Array, "X M D"]
-    tree_v: Float[Array, "X M D"]
+    tree_k: Float[Array, "X M2 D"]
+    tree_v: Float[Array, "X M2 D"]
     bias: Float[Array, "B R 64 M"]
     counts: Int[Array, "B 4"]
     bins: Float[Array, "Y tile"] | None
-    own: Int[Array, "B T4"]
+    own: Int[Array, "B T2"]
     weights: Float[Array, "B E M"] | None
     per_tile_nodes: int
     config: AttendConfig
@@ -154,7 +148,7 @@ class Operands:
     def attend(self, *, scale: float, interpret: Any = None) -> Partials:
         """The first launch."""
         return attend(
-            self.rows,
+            self.q,
             self.k,
             self.v,
             self.tree_k,
@@ -162,6 +156,7 @@ class Operands:
             self.bias,
             self.counts,
             self.bins,
+            per_tile_nodes=self.per_tile_nodes,
             scale=scale,
             config=self.config,
             score=self.plan is not None,
@@ -197,22 +192,30 @@ def lay_out(
     config: AttendConfig | None,
 ) -> Operands:
     """Prepares a call; see `select_and_attend`."""
-    _check(q, cached, tree, geometry, scale=scale, tile=128 if config is None else config.tile, select=select)
     batch, nodes, heads, group_heads, dim = q.shape
     entries, completed = cached.k_cmp.shape[2], tree.k_cmp.shape[2]
     limit = ROWS // group_heads // QUAD * QUAD
-    per_tile_nodes = min(limit, -(-nodes // QUAD) * QUAD)
+    # Nodes of a group share a thread block of the selection if they share a tile.
+    merges = group in (1, 2, 4, 8, 16) and group <= limit and limit % max(group, QUAD) == 0
+    bunch = max(group, QUAD) if select and merges else QUAD
+    unit = max(bunch, 8)  # rows of a swizzled tile
+    per_tile_nodes = min(limit, -(-nodes // unit) * unit)
     row_tiles = -(-nodes // per_tile_nodes)
     if config is None:
-        config = tiles.choose(row_tiles=row_tiles, heads=batch * heads, entries=entries)
+        config = tiles.choose(
+            row_tiles=row_tiles,
+            heads=batch * heads,
+            entries=entries,
+            nodes=nodes,
+            bunch=bunch,
+            blocks=cached.capacity // geometry.block_size,
+        )
 
-    padded = _pad_axis(q, 1, row_tiles * per_tile_nodes)
-    rows = padded.reshape(batch, row_tiles, per_tile_nodes, heads, group_heads, dim).transpose(0, 3, 1, 4, 2, 5)
-    rows = rows.reshape(batch * heads, row_tiles, group_heads * per_tile_nodes, dim)
-    rows = _pad_axis(rows, 2, ROWS)
     width = -(-completed // TREE_TILE) * TREE_TILE
     k, v = (_pad_axis(x.reshape(batch * heads, entries, dim), 1, config.tile) for x in (cached.k_cmp, cached.v_cmp))
-    tree_k, tree_v = (_pad_axis(x.reshape(batch * heads, completed, dim), 1, width) for x in (tree.k_cmp, tree.v_cmp))
+    tree_k, tree_v = (
+        _pad_axis(x.reshape(batch * heads, completed, dim), 1, TREE_TILE) for x in (tree.k_cmp, tree.v_cmp)
+    )
 
     node = tree.completions.node
     seen = jnp.take_along_axis(queries.ancestor, jnp.maximum(node, 0)[:, None], axis=2) & (node >= 0)[:, None]
@@ -231,7 +234,7 @@ def lay_out(
     first_block = visible // ratio
     used = jnp.sum(node >= 0, axis=1)
     counts = jnp.stack([visible, used, first_block, first_block], axis=1).astype(jnp.int32)
-    own = _pad_axis((queries.position // geometry.block_size).astype(jnp.int32), 1, -(-nodes // QUAD) * QUAD)
+    own = _pad_axis((queries.position // geometry.block_size).astype(jnp.int32), 1, -(-nodes // bunch) * bunch)
 
     bins = weights = plan = None
     if select:
@@ -251,10 +254,12 @@ def lay_out(
             steps=-(-entries // config.tile),
             per_tile=config.tile // ratio,
             spills=reach > 1,
-            group=group if group in (1, 2, 4) else 0,
+            group=group if merges else 0,
+            bunch=bunch,
+            warps=min(config.select_warps, 32 // bunch),
         )
     return Operands(
-        rows=rows,
+        q=q,
         k=k,
         v=v,
         tree_k=tree_k,
@@ -303,6 +308,33 @@ def select_and_attend(
     Raises:
       UnsupportedKernelError: shape or dtype that the kernels do not cover.
     """
+    tile = tiles.entries_per_tile() if config is None else config.tile
+    _check(q, cached, tree, geometry, scale=scale, tile=tile, select=select)
+    options: dict[str, Any] = {
+        "geometry": geometry,
+        "scale": scale,
+        "select": select,
+        "group": group,
+        "config": config,
+    }
+    if interpret is not None:
+        return _run(q, cached, tree, queries, **options, interpret=interpret)
+    return _run_shared(q, cached, tree, queries, **options)
+
+
+def _run(
+    q: Float[Array, "B T K G D"],
+    cached: CachedKV,
+    tree: TreeKV,
+    queries: TreeQueries,
+    *,
+    geometry: Geometry,
+    scale: float,
+    select: bool,
+    group: int,
+    config: AttendConfig | None,
+    interpret: Any = None,
+) -> Selected:
     batch, nodes, heads = q.shape[:3]
     operands = lay_out(
         q, cached, tree, queries, geometry=geometry, scale=scale, select=select, group=group, config=config
@@ -318,6 +350,10 @@ def select_and_attend(
     merged, owners = rest[1:] if plan.group else merge(rest[0], group=group, blocks=plan.blocks, interpret=interpret)
     shape = (batch, heads, *merged.shape[1:])
     return Selected(out=out, blocks=chosen, merged=merged.reshape(shape), owners=owners.reshape(shape))
+
+
+# Layers of one shape share a trace and a lowering, which takes seconds.
+_run_shared = functools.partial(jax.jit, static_argnames=("geometry", "scale", "select", "group", "config"))(_run)
 
 
 def block_select(

@@ -23,7 +23,16 @@ def _table(device: str) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-def choose(*, row_tiles: int, heads: int, entries: int) -> AttendConfig:
+def _here() -> dict[str, Any]:
+    return _table(jax.devices()[0].device_kind.lower().replace(" ", "_"))
+
+
+def entries_per_tile() -> int:
+    """Compressed entries of a tile on this device."""
+    return _here()["tile"]
+
+
+def choose(*, row_tiles: int, heads: int, entries: int, nodes: int, bunch: int, blocks: int) -> AttendConfig:
     """Tiles for `row_tiles` tiles of 64 query rows over `entries` compressed entries.
 
     Row tiles share loads of keys and values as far as registers allow; the entries are split so that the thread blocks
@@ -33,11 +42,24 @@ def choose(*, row_tiles: int, heads: int, entries: int) -> AttendConfig:
       row_tiles: tiles of query rows.
       heads: KV heads of all sequences, B * K.
       entries: capacity in compressed entries.
+      nodes: T.
+      bunch: nodes that a thread block of the selection serves.
+      blocks: capacity in selection blocks.
     """
-    table = _table(jax.devices()[0].device_kind.lower().replace(" ", "_"))
+    table = _here()
     rows = table["warpgroups"]
     warpgroups = next(row["warpgroups"] for row in rows if row_tiles <= row["row_tiles_up_to"])
-    blocks = heads * -(-row_tiles // warpgroups)
+    thread_blocks = heads * -(-row_tiles // warpgroups)
     steps = -(-entries // table["tile"])
-    splits = max(1, min(table["most_splits"], table["processors"] // blocks, steps))
-    return AttendConfig(tile=table["tile"], splits=splits, warpgroups=warpgroups, stages=table["stages"])
+    splits = max(1, min(table["most_splits"], table["resident"] * table["processors"] // thread_blocks, steps))
+    # Four warps a node keep the rounds of the selection short; two such blocks fit on a multiprocessor.
+    most = 4 if heads * -(-nodes // bunch) * bunch <= 8 * table["processors"] or blocks > 2048 else 1
+    most = min(most, 32 // bunch)
+    select_warps = next(warps for warps in (4, 2, 1) if warps <= most and (warps == 1 or blocks >= 128 * warps))
+    return AttendConfig(
+        tile=table["tile"],
+        splits=splits,
+        warpgroups=warpgroups,
+        stages=table["stages"],
+        select_warps=select_warps,
+    )

@@ -11,14 +11,34 @@ from jaxtyping import Array, Bool, Float
 from .. import dispatch
 from ..errors import ShapeError
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries, check_pass
+from ..sparse_verify.hopper import require_hopper
 from ..sparse_verify.schedule import Selection, check_group
 from . import reference, xla
 
+
+def _mosaic_gpu(name: str) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        require_hopper()
+        from . import mosaic_gpu  # not before a Hopper GPU is known to be there: the import takes a second
+
+        return getattr(mosaic_gpu, name)(*args, **kwargs)
+
+    return run
+
+
 REFRESH_IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"xla": xla.refresh_attention, "reference": reference.refresh_attention}
+    {
+        "mosaic_gpu": _mosaic_gpu("refresh_attention"),
+        "xla": xla.refresh_attention,
+        "reference": reference.refresh_attention,
+    }
 )
 REUSE_IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"xla": xla.reuse_attention, "reference": reference.reuse_attention}
+    {
+        "mosaic_gpu": _mosaic_gpu("reuse_attention"),
+        "xla": xla.reuse_attention,
+        "reference": reference.reuse_attention,
+    }
 )
 
 

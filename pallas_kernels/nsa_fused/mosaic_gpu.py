@@ -1,7 +1,7 @@
 """Refresh and reuse layers on NVIDIA Hopper.
 
-A reuse layer is one launch: compressed, selected and window branch, their splits and their gates. A refresh layer is
-the launches of the selection, one for the selected and the window branch, and XLA's addition of the compressed
+A reuse layer is two launches: compressed, selected and window branch in splits, and their gated sum. A refresh layer
+is the launches of the selection, those of the selected and the window branch, and XLA's addition of the compressed
 branch. Exactness as in `sparse_verify.mosaic_gpu` and `block_select.mosaic_gpu`.
 """
 

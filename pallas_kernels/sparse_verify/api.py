@@ -12,10 +12,19 @@ from .. import dispatch
 from ..errors import ShapeError
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries, check_pass
 from . import reference, xla
+from .hopper import require_hopper
 from .schedule import MergedSchedule
 
+
+def _mosaic_gpu(*args: Any, **kwargs: Any) -> Array:
+    require_hopper()
+    from . import mosaic_gpu  # not before a Hopper GPU is known to be there: the import takes a second
+
+    return mosaic_gpu.sparse_verify(*args, **kwargs)
+
+
 IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"xla": xla.sparse_verify, "reference": reference.sparse_verify}
+    {"mosaic_gpu": _mosaic_gpu, "xla": xla.sparse_verify, "reference": reference.sparse_verify}
 )
 
 

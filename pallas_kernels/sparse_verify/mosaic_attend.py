@@ -1,9 +1,8 @@
-"""One Hopper kernel for all branches of sparse attention over a tree of queries.
+"""Streams of key tiles and the running softmax over them, for all branches of sparse attention in one code path.
 
-Blocks of one warpgroup each take a row tile, a branch, and a share (a split) of the branch's keys; they stream the
-keys through a ring in shared memory and leave (maximum, sum, accumulator) in global memory. The block that
-arrives last at a row tile adds the splits in split order, applies the gates and writes the output, so the result
-does not depend on who is last.
+Blocks of one warpgroup each take a row tile, a branch, and a share (a split) of the branch's keys, which they stream
+through a ring in shared memory. What the branches differ in are scalars: code that is not there need not be lowered,
+compiled or fetched.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,86 +19,23 @@ import jax.experimental.pallas.mosaic_gpu
 import jax.numpy as jnp
 from jax import lax
 
-from .mosaic_inline import list_counts, sync
-from .mosaic_rows import ROWS, WORDS, RowTiles
+from .mosaic_inline import list_count, sync
+from .mosaic_problem import COMPRESSED, SELECTED, Inputs, Problem
+from .mosaic_rows import ROWS, WORDS
 
 plgpu: Any = jax.experimental.pallas.mosaic_gpu  # its type hints do not describe what it accepts
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # score of a masked key; finite, so that no inf - inf arises
 START = -1e20  # running maximum of a row without keys: exp2((MASKED - START) * scale) is 0
+HOISTED = 4  # tree blocks up to which the end of a visit list is read ahead of the loop
 
 WGMMA = plgpu.Layout.WGMMA
 PER_ROW = WGMMA.reduce(1)
 I32, F32 = jnp.int32, jnp.float32
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-    """Static description of a call.
-
-    Args:
-      batch, kv_heads, dim: B, K, D.
-      rows: row tiles.
-      block_size, stride, kernel_size: of the geometry.
-      window: keys in reach of the window branch.
-      union: U, width of a visit list.
-      slots: M, completed entries a pass can have.
-      scale: multiplies q . k.
-      splits: splits of each branch, in the order selected, window, compressed (absent without that branch).
-      stages: key tiles in the ring.
-      fused: whether the last block at a row tile sums its splits, or a launch of its own does.
-    """
-
-    batch: int
-    kv_heads: int
-    dim: int
-    rows: RowTiles
-    block_size: int
-    stride: int
-    kernel_size: int
-    window: int
-    union: int
-    slots: int
-    scale: float
-    splits: tuple[int, ...]
-    stages: int
-    fused: bool
-
-    @property
-    def chunks(self) -> int:
-        """64-column pieces of a head; shared memory holds each piece as its own swizzled tile."""
-        return self.dim // 64
-
-    @property
-    def pieces(self) -> int:
-        """Blocks in a key tile."""
-        return ROWS // self.block_size
-
-    @property
-    def tree_tiles(self) -> int:
-        """Key tiles of the tree."""
-        return -(-self.rows.nodes // ROWS)
-
-    @property
-    def compressed(self) -> bool:
-        """Whether the compressed branch is part of the call."""
-        return len(self.splits) == 3
-
-    @property
-    def jobs(self) -> tuple[int, ...]:
-        """Thread blocks per KV head, by branch."""
-        tiles = (self.rows.tiles, self.rows.dense_tiles, self.rows.dense_tiles)
-        return tuple(count * splits for count, splits in zip(tiles, self.splits, strict=False))
-
-    @property
-    def partials(self) -> int:
-        """Partial results of the whole call."""
-        return self.batch * self.kv_heads * sum(self.jobs)
-
-    def first_partial(self, branch: int) -> int:
-        """Index of a branch's first partial result."""
-        return self.batch * self.kv_heads * sum(self.jobs[:branch])
+Scalars = tuple[jax.Array, ...]
+Words = tuple[jax.Array, jax.Array]  # which of 64 columns each row sees: a word for the lower half, one for the upper
 
 
 def splat(shape: tuple[int, ...], value: float | int, dtype: Any, layout: Any) -> jax.Array:
@@ -110,6 +46,16 @@ def splat(shape: tuple[int, ...], value: float | int, dtype: Any, layout: Any) -
 def along_rows(vector: jax.Array) -> jax.Array:
     """A vector over rows, for every column of a tile."""
     return lax.broadcast_in_dim(vector, (ROWS, ROWS), [0])
+
+
+def pick(number: Any, values: Sequence[Any]) -> Any:
+    """The value of that number; a constant where all are the same."""
+    if all(isinstance(value, int) for value in values) and len(set(values)) == 1:
+        return jnp.int32(values[0])
+    chosen = jnp.int32(values[0])
+    for index, value in enumerate(values[1:], 1):
+        chosen = jnp.where(number == index, value, chosen)
+    return chosen
 
 
 class Barriers:
@@ -130,185 +76,70 @@ class Ring:
 
     def __init__(self, problem: Problem, k: Any, v: Any, k_barriers: Barriers, v_barriers: Barriers):
         self.problem = problem
-        self.k, self.v = k, v
-        self.k_barriers, self.v_barriers = k_barriers, v_barriers
+        self.tiles = (k, v)
+        self.barriers = (k_barriers, v_barriers)
 
-    def fetch(self, source: Any, target: Any, barrier: Any, slot: jax.Array, rows: tuple[jax.Array, ...]) -> None:
+    def fetch(self, which: int, source: Any, slot: jax.Array, rows: Scalars) -> None:
         """Copies `pieces` runs of rows of a [rows, D] reference into a slot that all warps have read."""
         size = self.problem.block_size
         for chunk in range(self.problem.chunks):
             for piece, row in enumerate(rows):
                 plgpu.copy_gmem_to_smem(
                     source.at[pl.ds(row, size), pl.ds(64 * chunk, 64)],
-                    target[chunk][1].at[slot, pl.ds(piece * size, size)],
-                    barrier,
+                    self.tiles[which][chunk][1].at[slot, pl.ds(piece * size, size)],
+                    self.barriers[which][slot],
                 )
 
 
-Words = tuple[jax.Array, jax.Array]  # which of 64 columns each row sees: a word for the lower half, one for the upper
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
-    """A run of key tiles: those of the cache, or those of the tree.
+class Job:
+    """What a thread block works on, as scalars.
 
     Args:
-      k, v: [rows, D] references.
-      rows: scalars of a tile: the first row of each of its pieces.
-      bounds: scalars of a tile that its mask needs. Both are read one step ahead, off the critical path.
-      words: mask of a tile from (tile, bounds).
-      bias: for tiles without masked keys, what to add to the scores of each row from (bounds); None for nothing.
+      b, k: sequence and KV head.
+      branch: number of the branch.
+      number: of the job among those of the branch and the KV head.
+      tile: row tile of the branch.
+      split, splits: which share of the tile's keys, of how many.
     """
 
+    b: Any
     k: Any
-    v: Any
-    rows: Callable[[jax.Array], tuple[jax.Array, ...]]
-    bounds: Callable[[jax.Array], tuple[jax.Array, ...]]
-    words: Callable[[jax.Array, tuple[jax.Array, ...]], Words]
-    bias: Callable[[tuple[jax.Array, ...]], jax.Array] | None = None
+    branch: Any
+    number: Any
+    tile: Any
+    split: Any
+    splits: Any
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stream:
-    """The key tiles of a row tile in one branch: cached ones, then the tree's; split s takes s, s + splits, ...
-
-    Args:
-      cached, tree: the two runs.
-      counts: number of cached tiles, and how many of them, from the first, have no masked keys (but maybe rows).
-      tree_tiles: number of tree tiles.
-    """
-
-    cached: Part
-    tree: Part
-    counts: Callable[[], tuple[jax.Array, jax.Array]]
-    tree_tiles: int
-
-
-def attend(
-    problem: Problem,
-    ring: Ring,
-    q: list[Any],
-    q_barrier: Any,
-    p_ref: Any,
-    stream: Stream,
-    split: jax.Array,
-    splits: int,
-    dtype: Any,
-) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-    """Running softmax of a row tile over a split of a stream: accumulators, maximum (of base-2 exponents), sum."""
-    stages, chunks = problem.stages, problem.chunks
-    cached, tree = stream.cached, stream.tree
-
-    def tile_of(item: Any) -> jax.Array:
-        return split + item * splits
-
-    # Everything that the first copies wait for, in one round trip to memory.
-    ahead = [cached.rows(tile_of(stage)) for stage in range(stages + 1)]
-    bounds = cached.bounds(tile_of(0))
-    count, full = stream.counts()
-
-    def share(tiles: Any) -> jax.Array:
-        return lax.div(jnp.maximum(tiles - split, 0) + splits - 1, jnp.int32(splits))
-
-    ours, total = share(count), share(count + stream.tree_tiles)
-    begin = jnp.minimum(share(full), ours)
-
-    def fetch(which: int, item: Any, rows: tuple[jax.Array, ...]) -> None:
-        """Fills the slot of an item, which all warps have read; `rows` of a cached tile."""
-        slot = lax.rem(jnp.int32(item), jnp.int32(stages))
-        target, barriers = (ring.k, ring.k_barriers) if which == 0 else (ring.v, ring.v_barriers)
-
-        @pl.when(item < ours)
-        def _cached() -> None:
-            ring.fetch((cached.k, cached.v)[which], target, barriers[slot], slot, rows)
-
-        @pl.when((item >= ours) & (item < total))
-        def _tree() -> None:
-            tree_rows = tree.rows(tile_of(item) - count)
-            ring.fetch((tree.k, tree.v)[which], target, barriers[slot], slot, tree_rows)
-
-    for stage in range(stages):
-        for which in (0, 1):
-            fetch(which, stage, ahead[stage])
-
-    def refill(which: int, item: jax.Array, rows: tuple[jax.Array, ...]) -> None:
-        if p_ref is None:
-            sync()
-        fetch(which, item, rows)
-
-    columns = plgpu.broadcasted_iota(I32, (ROWS, ROWS), 1, layout=WGMMA)
-    start = (
-        tuple(splat((ROWS, ROWS), 0.0, F32, WGMMA) for _ in range(chunks)),
-        splat((ROWS,), START, F32, PER_ROW),
-        splat((ROWS,), 0.0, F32, PER_ROW),
+def _divide(number: jax.Array, branch: jax.Array, problem: Problem) -> jax.Array:
+    """A job's number by the splits of its branch. The compiler makes one slow division of several by constants."""
+    factors = [-(-(1 << 16) // n) for n in problem.splits]
+    exact = all(
+        x * factor >> 16 == x // n and x * factor < 1 << 31
+        for factor, n, jobs in zip(factors, problem.splits, problem.jobs, strict=True)
+        for x in range(jobs)
     )
-    plgpu.barrier_wait(q_barrier)
-    unit = problem.scale * LOG2E
-
-    def step(item: jax.Array, rows: Any, state: Any, words: Words | None = None, bias: Any = None) -> Any:
-        acc, top, norm = state
-        slot = lax.rem(item, jnp.int32(stages))
-        plgpu.barrier_wait(ring.k_barriers[slot])
-
-        def scores(acc_ref: Any) -> jax.Array:
-            for chunk in range(chunks):
-                plgpu.wgmma(acc_ref, q[chunk], ring.k[chunk][0].at[slot].transpose((1, 0)))
-            return acc_ref[...]
-
-        s = pl.run_scoped(scores, plgpu.ACC((ROWS, ROWS), F32))
-        refill(0, item + stages, rows)
-        if words is not None:
-            half = jnp.where(columns < 32, along_rows(words[0]), along_rows(words[1]))
-            s = jnp.where(((half >> (columns & 31)) & 1) == 1, s, MASKED)
-        peak = s.max(axis=1)
-        new_top = jnp.maximum(top, peak if bias is None else peak + bias)
-        shrink = jnp.exp2((top - new_top) * unit)
-        shift = (0.0 - new_top if bias is None else bias - new_top) * unit
-        p = jnp.exp2(s * unit + along_rows(shift))
-        norm = norm * shrink + p.sum(axis=1)
-        p = p.astype(dtype)
-        if p_ref is not None:
-            p_ref[...] = p
-            plgpu.commit_smem()
-        plgpu.barrier_wait(ring.v_barriers[slot])
-
-        def values(*acc_refs: Any) -> tuple[jax.Array, ...]:
-            for chunk, acc_ref in enumerate(acc_refs):
-                plgpu.wgmma(acc_ref, p if p_ref is None else p_ref, ring.v[chunk][0].at[slot])
-            return tuple(acc_ref[...] for acc_ref in acc_refs)
-
-        gained = pl.run_scoped(values, *[plgpu.ACC((ROWS, ROWS), F32)] * chunks)
-        refill(1, item + stages, rows)
-        acc = tuple(a * along_rows(shrink) + new for a, new in zip(acc, gained, strict=True))
-        return acc, new_top, norm
-
-    def following(item: jax.Array) -> Any:
-        return cached.rows(tile_of(item + stages + 1)), cached.bounds(tile_of(item + 1))
-
-    def full_step(item: jax.Array, carry: Any) -> Any:
-        state, rows, bounds = carry
-        after = following(item)
-        bias = None if cached.bias is None else cached.bias(bounds)
-        return step(item, rows, state, bias=bias), *after
-
-    def masked_step(item: jax.Array, carry: Any) -> Any:
-        state, rows, bounds = carry
-        after = following(item)
-        of_cache = cached.words(tile_of(item), bounds)
-        if stream.tree_tiles:
-            tile = jnp.maximum(tile_of(item) - count, 0)
-            of_tree = tree.words(tile, tree.bounds(tile))
-            low, high = (jnp.where(item < ours, c, t) for c, t in zip(of_cache, of_tree, strict=True))
-            of_cache = low, high
-        return step(item, rows, state, words=of_cache), *after
-
-    carry = lax.fori_loop(0, begin, full_step, (start, ahead[stages], bounds))
-    (acc, top, norm), _, _ = lax.fori_loop(begin, total, masked_step, carry)
-    return list(acc), top * unit, norm
+    if exact:
+        return (number * pick(branch, factors)) >> 16
+    return pick(branch, [lax.div(number, jnp.int32(n)) for n in problem.splits])
 
 
-def _nothing(*_: Any) -> tuple[()]:
-    return ()
+def locate(problem: Problem, b: Any, k: Any, j: Any) -> Job:
+    """The job of a thread block."""
+    edges = [sum(problem.jobs[:n]) for n in range(len(problem.jobs))]
+    branch = jnp.int32(0)
+    for edge in edges[1:]:
+        branch += jnp.where(j >= edge, 1, 0)
+    number = j - pick(branch, edges)
+    splits = pick(branch, problem.splits)
+    tile = _divide(number, branch, problem)
+    split = number - tile * splits
+    if problem.last != problem.splits[SELECTED]:
+        before = (problem.rows.tiles - 1) * problem.splits[SELECTED]
+        last = (branch == SELECTED) & (number >= before)
+        splits = jnp.where(last, problem.last, splits)
+    return Job(b=b, k=k, branch=branch, number=number, tile=tile, split=split, splits=splits)
 
 
 def _load_rows(ref: Any, *at: Any) -> jax.Array:
@@ -316,173 +147,273 @@ def _load_rows(ref: Any, *at: Any) -> jax.Array:
     return plgpu.load(ref.at[at], layout=PER_ROW, optimized=False)
 
 
-def _tile_rows(problem: Problem, base: Any = 0) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
-    """Rows of consecutive key tiles."""
-    size = problem.block_size
-    return lambda i: tuple((i + base) * ROWS + piece * size for piece in range(problem.pieces))
-
-
-def _range_words(low: jax.Array, high: jax.Array) -> Words:
+def _range_words(low: jax.Array, high: jax.Array) -> list[jax.Array]:
     """The columns from `low` up to before `high` of each row."""
 
     def below(bound: jax.Array, half: int) -> jax.Array:
         bound = jnp.clip(bound - 32 * half, 0, 32)
         return jnp.where(bound == 32, -1, (1 << (bound & 31)) - 1)
 
-    words = [below(high, half) & ~below(low, half) for half in range(WORDS)]
-    return words[0], words[1]
+    return [below(high, half) & ~below(low, half) for half in range(WORDS)]
 
 
-def _table_words(ref: Any, at: tuple[Any, ...]) -> Callable[[jax.Array, Any], Words]:
-    """The words of a tree tile from a table of all words of each row."""
-    return lambda tile, _: (_load_rows(ref, *at, tile * WORDS), _load_rows(ref, *at, tile * WORDS + 1))
+class Keys:
+    """The key tiles of a job: `count` of the cache, then `tree_count` of the tree.
 
+    Args:
+      problem, refs, job: the call.
+      interpret: whether the interpreter runs it.
+    """
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """Global references of a call, in the order in which they are passed."""
+    def __init__(self, problem: Problem, refs: Inputs, job: Job, interpret: bool):
+        self.problem, self.refs, self.job, self.interpret = problem, refs, job, interpret
+        tiling, size = problem.rows, problem.block_size
+        self.selected = job.branch == SELECTED
+        first_node = jnp.where(self.selected, job.tile * tiling.per_tile, 0)
+        group = lax.div(first_node, jnp.int32(tiling.group))
+        self.blocks, self.owners = (x.at[job.b, job.k, group] for x in (refs.blocks, refs.owners))
+        self.length = refs.length[job.b]
+        self.border = lax.div(self.length, jnp.int32(size))
+        row = plgpu.broadcasted_iota(I32, (ROWS,), 0, layout=PER_ROW)
+        self.node = (lax.div(row, jnp.int32(tiling.heads)) + lax.rem(first_node, jnp.int32(tiling.group))) & 31
+        self.table = job.tile + pick(job.branch, [0, tiling.tiles, tiling.tiles + tiling.dense_tiles])
+        self.below = _load_rows(refs.below, job.b, self.table)
 
-    q: Any
-    k: Any
-    v: Any
-    tree_k: Any
-    tree_v: Any
-    length: Any
-    blocks: Any
-    owners: Any
-    path: Any
-    block_columns: Any
-    near_path: Any
-    window_below: Any
-    k_cmp: Any = None
-    v_cmp: Any = None
-    tree_k_cmp: Any = None
-    tree_v_cmp: Any = None
-    completed: Any = None
+        length, window = self.length, problem.window
+        first = lax.div(jnp.maximum(length - window + 1, 0), jnp.int32(ROWS))
+        entries = lax.div(length - problem.kernel_size, jnp.int32(problem.stride)) + 1
+        entries = jnp.where(length < problem.kernel_size, 0, entries)
+        many = len(problem.splits)
+        self.base = pick(job.branch, [0, first, 0][:many])
+        self.limit = pick(job.branch, [length, length, entries][:many])
+        self.whole_from = pick(job.branch, [0, length + tiling.nodes - window, 0][:many])
+        self.dense_count = lax.div(self.limit + ROWS - 1, jnp.int32(ROWS)) - self.base
+        self.tree_count = pick(job.branch, problem.tree_tiles)
 
+    def count_cached(self) -> jax.Array:
+        """Key tiles of the cache; sets what the tree's masks need."""
+        pieces = self.problem.pieces
+        self.listed = list_count(self.blocks, self.problem.union, self.interpret)
+        self.count = jnp.where(self.selected, lax.div(self.listed + pieces - 1, jnp.int32(pieces)), self.dense_count)
+        return self.count
 
-def _selected(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, interpret: bool) -> Stream:
-    """Key tiles of the selected branch of one selected tile."""
-    rows, size, pieces = problem.rows, problem.block_size, problem.pieces
-    first_node = tile * rows.per_tile
-    group = lax.div(first_node, jnp.int32(rows.group))
-    blocks, owners = refs.blocks.at[b, k, group], refs.owners.at[b, k, group]
-    length = refs.length[b]
-    border = lax.div(length, jnp.int32(size))
-    row = plgpu.broadcasted_iota(I32, (ROWS,), 0, layout=PER_ROW)
-    node = lax.div(row, jnp.int32(rows.heads)) + lax.rem(first_node, jnp.int32(rows.group))
-    listed: list[jax.Array] = []
+    def _entries(self, i: jax.Array) -> list[jax.Array]:
+        pieces = self.problem.pieces
+        return [jnp.minimum(i * pieces + piece, self.problem.union - 1) for piece in range(pieces)]
 
-    def owned(bits: jax.Array) -> jax.Array:
-        return ((bits >> node) & 1) == 1
+    def rows(self, i: jax.Array) -> Scalars:
+        """First row of each piece of a cached tile."""
+        size = self.problem.block_size
+        plain = (i + self.base) * ROWS
+        listed = [jnp.maximum(self.blocks[at], 0) * size for at in self._entries(i)]
+        return tuple(jnp.where(self.selected, at, plain + n * size) for n, at in enumerate(listed))
 
-    def entries(i: jax.Array) -> list[jax.Array]:
-        return [jnp.minimum(i * pieces + piece, problem.union - 1) for piece in range(pieces)]
+    def tree_rows(self, i: jax.Array) -> Scalars:
+        """First row of each piece of a tree tile."""
+        return tuple(i * ROWS + piece * self.problem.block_size for piece in range(self.problem.pieces))
 
-    def block_rows(i: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(jnp.maximum(blocks[at], 0) * size for at in entries(i))
-
-    def bounds(i: jax.Array) -> tuple[jax.Array, ...]:
+    def bits(self, i: jax.Array) -> Scalars:
+        """Who owns each piece of a cached tile: a bit for every node of the group; nobody in a list's padding."""
         found = []
-        for piece, at in enumerate(entries(i)):
-            bits = jnp.where(i * pieces + piece < problem.union, owners[at], 0)  # 0 in the padding of a list
-            found += [bits, jnp.clip(length - blocks[at] * size, 0, size) + piece * size]
+        for piece, at in enumerate(self._entries(i)):
+            owners = jnp.where(i * self.problem.pieces + piece < self.problem.union, self.owners[at], 0)
+            found.append(jnp.where(self.selected, owners, -1))
         return tuple(found)
 
-    def cached_words(_: jax.Array, bounds: tuple[jax.Array, ...]) -> Words:
-        found = []
-        for piece in range(pieces):
-            bits, end = bounds[2 * piece : 2 * piece + 2]
-            found.append(_range_words(jnp.int32(piece * size), jnp.where(owned(bits), end, piece * size)))
+    def owned(self, bits: jax.Array) -> jax.Array:
+        """Which rows own a piece."""
+        return ((bits >> self.node) & 1) == 1
+
+    def cut(self, rows: Scalars) -> jax.Array:
+        """Whether a cached tile has masked columns."""
+        cut = (rows[0] + ROWS > self.limit) | (rows[0] < self.whole_from)
+        return cut if self.problem.pieces == 1 else cut | self.selected
+
+    def cached_words(self, rows: Scalars, bits: Scalars) -> Words:
+        """Columns of a cached tile that each row sees; with one piece to a tile, whoever owns it."""
+        size, found = self.problem.block_size, []
+        for piece, (row, own) in enumerate(zip(rows, bits, strict=True)):
+            start = piece * size
+            high = jnp.clip(self.limit - row, 0, size) + start
+            if self.problem.pieces > 1:
+                high = jnp.where(self.owned(own), high, start)
+            low = jnp.clip(self.below + 1 - row, 0, size) + start
+            found.append(_range_words(low, plgpu.layout_cast(jnp.zeros((ROWS,), I32) + high, PER_ROW)))
         low, high = (functools.reduce(jnp.bitwise_or, halves) for halves in zip(*found, strict=True))
         return low, high
 
-    def tree_words(i: jax.Array, _: Any) -> Words:
-        """Tree keys on a node's path whose block it selected. Only the visit list's tail reaches the tree."""
-        depth = refs.block_columns.shape[1]
+    def last_listed(self, e: Any) -> tuple[jax.Array, jax.Array]:
+        """Owners, and distance from the first tree block, of an entry counted from the end of the visit list."""
+        at = jnp.maximum(self.listed - 1 - e, 0)
+        step, depth = self.blocks[at] - self.border, self.refs.block_columns.shape[1]
+        there = self.selected & (self.listed > e) & (step >= 0) & (step < depth)
+        return jnp.where(there, self.owners[at], 0), jnp.clip(step, 0, depth - 1)
 
-        def more(carry: Any) -> jax.Array:
-            at = carry[0]
-            return (at >= 0) & (blocks[jnp.maximum(at, 0)] >= border)
+    def read_ahead(self) -> None:
+        """Reads what the tree's masks need."""
+        depth = self.refs.block_columns.shape[1]
+        self.tail = [self.last_listed(e) for e in range(depth)] if depth <= HOISTED else None
+        self.one_tile = self.tree_words(jnp.int32(0)) if max(self.problem.tree_tiles) == 1 else None
 
-        def add(carry: Any) -> Any:
-            at, *reach = carry
-            step = jnp.clip(blocks[at] - border, 0, depth - 1)
-            ours = owned(owners[at])
+    def tree_words(self, i: jax.Array) -> Words:
+        """Columns of a tree tile on a row's path: of selected blocks, in the window, or of completed entries."""
+        refs, b = self.refs, self.job.b
+
+        def add(reach: Any, bits: jax.Array, step: jax.Array) -> Any:
+            ours = self.owned(bits)
             found = [refs.block_columns[b, step, i * WORDS + half] for half in range(WORDS)]
-            return at - 1, *(had | jnp.where(ours, word, 0) for had, word in zip(reach, found, strict=True))
+            return tuple(had | jnp.where(ours, word, 0) for had, word in zip(reach, found, strict=True))
 
-        path = _table_words(refs.path, (b, tile))(i, None)
-        none = splat((ROWS,), 0, I32, PER_ROW)
-        _, low, high = lax.while_loop(more, add, (listed[0] - 1, none, none))
-        return path[0] & low, path[1] & high
+        reach = (splat((ROWS,), 0, I32, PER_ROW),) * WORDS
+        if self.tail is not None:
+            for bits, step in self.tail:
+                reach = add(reach, bits, step)
+        else:
+            steps = jnp.where(self.selected, refs.block_columns.shape[1], 0)
+            reach = lax.fori_loop(0, steps, lambda e, reach: add(reach, *self.last_listed(e)), reach)
+        path = [_load_rows(refs.words, b, self.table, i * WORDS + half) for half in range(WORDS)]
+        low, high = (word & jnp.where(self.selected, had, -1) for word, had in zip(path, reach, strict=True))
+        return low, high
 
-    def counts() -> tuple[jax.Array, jax.Array]:
-        count, full = list_counts(blocks, problem.union, border, interpret)
-        listed.append(count)
-        return lax.div(count + pieces - 1, jnp.int32(pieces)), full if pieces == 1 else jnp.int32(0)
 
-    return Stream(
-        cached=Part(
-            k=refs.k.at[b, k],
-            v=refs.v.at[b, k],
-            rows=block_rows,
-            bounds=bounds,
-            words=cached_words,
-            bias=lambda bounds: jnp.where(owned(bounds[0]), 0.0, MASKED),
-        ),
-        tree=_rows_part(problem, refs.tree_k.at[b, k], refs.tree_v.at[b, k], tree_words),
-        counts=counts,
-        tree_tiles=problem.tree_tiles,
+def attend(
+    problem: Problem, ring: Ring, q: list[Any], q_barrier: Any, p_ref: Any, keys: Keys, dtype: Any
+) -> tuple[list[jax.Array], jax.Array, jax.Array]:
+    """Running softmax of a row tile over a split of its keys: accumulators, maximum (of base-2 exponents), sum."""
+    stages, chunks = problem.stages, problem.chunks
+    job = keys.job
+
+    ahead = 1 if problem.ahead else 0
+
+    # Everything that the first copies wait for, in one round trip to memory.
+    queue = tuple(keys.rows(job.split + stage * job.splits) for stage in range(stages + 1 + ahead))
+    bits = keys.bits(job.split)
+    count = keys.count_cached()
+    end = count + keys.tree_count
+    sources = keys.refs.sources(job.b, job.k)
+
+    def fetch(which: int, slot: Any, tile: jax.Array, rows: Scalars) -> None:
+        """Fills a slot, which all warps have read, with a tile, if there is one; `rows` of a cached tile."""
+        of_tree = tile >= count
+        rows = tuple(jnp.where(of_tree, t, c) for t, c in zip(keys.tree_rows(tile - count), rows, strict=True))
+        number = jnp.where(of_tree, 1, 0) + jnp.where(job.branch == COMPRESSED, 2, 0)
+        for candidate, pair in sources.items():
+
+            @pl.when((tile < end) & (number == candidate))
+            def _from(pair: Any = pair) -> None:
+                ring.fetch(which, pair[which], slot, rows)
+
+    def fill(stage: jax.Array, carry: None) -> None:
+        rows = tuple(pick(stage, column) for column in zip(*queue[:stages], strict=True))
+        for which in (0, 1):
+            fetch(which, stage, job.split + stage * job.splits, rows)
+
+    lax.fori_loop(0, jnp.minimum(stages, end), fill, None)  # a static count would be unrolled
+    keys.read_ahead()
+
+    def release() -> None:
+        """Waits until all warps have read a slot."""
+        if p_ref is None:
+            sync()
+
+    unit = problem.scale * LOG2E
+
+    def masked(s: jax.Array, tile: jax.Array, rows: Scalars, bits: Scalars) -> jax.Array:
+        low, high = keys.cached_words(rows, bits)
+        if max(problem.tree_tiles):
+            tree_tile = jnp.clip(tile - count, 0, max(problem.tree_tiles) - 1)
+            tree = keys.tree_words(tree_tile) if keys.one_tile is None else keys.one_tile
+            low, high = (jnp.where(tile < count, c, t) for c, t in zip((low, high), tree, strict=True))
+        columns = plgpu.broadcasted_iota(I32, (ROWS, ROWS), 1, layout=WGMMA)
+        half = jnp.where(columns < 32, along_rows(low), along_rows(high))
+        return jnp.where(((half >> (columns & 31)) & 1) == 1, s, MASKED)
+
+    def multiply_keys(acc_ref: Any, slot: Any) -> None:
+        for chunk in range(chunks):
+            plgpu.wgmma(acc_ref, q[chunk], ring.tiles[0][chunk][0].at[slot].transpose((1, 0)))
+
+    def multiply_values(acc_refs: Any, p: jax.Array, slot: Any) -> None:
+        if p_ref is not None:
+            p_ref[...] = p
+            plgpu.commit_smem()
+        plgpu.barrier_wait(ring.barriers[1][slot])
+        for chunk, acc_ref in enumerate(acc_refs):
+            plgpu.wgmma(acc_ref, p if p_ref is None else p_ref, ring.tiles[1][chunk][0].at[slot])
+
+    def soften(s: jax.Array, tile: jax.Array, rows: Scalars, bits: Scalars, top: jax.Array) -> tuple[jax.Array, ...]:
+        """Weights of a tile's keys, their sums, the new maximum, and the factor of what came before."""
+        cut = (tile >= count) | keys.cut(rows)
+        s = lax.cond(cut, lambda s: masked(s, tile, rows, bits), lambda s: s, s)
+        peak = s.max(axis=1)
+        if problem.pieces == 1:
+            bias = jnp.where(keys.owned(jnp.where(tile < count, bits[0], -1)), 0.0, MASKED)
+            new_top = jnp.maximum(top, peak + bias)
+            shift = (bias - new_top) * unit
+        else:
+            new_top = jnp.maximum(top, peak)
+            shift = (0.0 - new_top) * unit
+        p = jnp.exp2(s * unit + along_rows(shift))
+        return p.astype(dtype), p.sum(axis=1), new_top, jnp.exp2((top - new_top) * unit)
+
+    accumulator = plgpu.ACC((ROWS, ROWS), F32)
+
+    def scores(slot: Any) -> jax.Array:
+        def run(acc_ref: Any) -> jax.Array:
+            multiply_keys(acc_ref, slot)
+            return acc_ref[...]
+
+        return pl.run_scoped(run, accumulator)
+
+    def step(carry: Any) -> Any:
+        tile, item, s, (acc, top, norm), queue, bits = carry
+        after = keys.rows(tile + (stages + 1 + ahead) * job.splits), keys.bits(tile + job.splits)
+        slot, following = (lax.rem(item + n, jnp.int32(stages)) for n in (0, ahead))
+        if ahead:
+
+            @pl.when(tile + job.splits < end)
+            def _next_keys() -> None:
+                plgpu.barrier_wait(ring.barriers[0][following])
+
+        else:
+            plgpu.barrier_wait(ring.barriers[0][slot])
+            s = scores(slot)
+            release()
+            fetch(0, slot, tile + stages * job.splits, queue[stages])
+
+        def run(*acc_refs: Any) -> tuple[Any, ...]:
+            value_refs = acc_refs[ahead:]
+            if ahead:
+                multiply_keys(acc_refs[0], following)
+            p, gained, new_top, shrink = soften(s, tile, queue[0], bits, top)
+            multiply_values(value_refs, p, slot)
+            values = tuple(acc_ref[...] for acc_ref in value_refs)
+            return (acc_refs[0][...] if ahead else None), values, gained, new_top, shrink
+
+        s, values, gained, new_top, shrink = pl.run_scoped(run, *[accumulator] * (chunks + ahead))
+        release()
+        if ahead:
+            fetch(0, following, tile + (stages + 1) * job.splits, queue[stages + 1])
+        fetch(1, slot, tile + stages * job.splits, queue[stages])
+        acc = tuple(a * along_rows(shrink) + new for a, new in zip(acc, values, strict=True))
+        state = acc, new_top, norm * shrink + gained
+        return tile + job.splits, item + 1, s, state, (*queue[1:], after[0]), after[1]
+
+    start = (
+        tuple(splat((ROWS, ROWS), 0.0, F32, WGMMA) for _ in range(chunks)),
+        splat((ROWS,), START, F32, PER_ROW),
+        splat((ROWS,), 0.0, F32, PER_ROW),
     )
+    plgpu.barrier_wait(q_barrier)
+    s = None
+    if ahead:
 
+        @pl.when(job.split < end)
+        def _first_keys() -> None:
+            plgpu.barrier_wait(ring.barriers[0][0])
 
-def _rows_part(problem: Problem, k: Any, v: Any, words: Any, base: Any = 0) -> Part:
-    """Key tiles that follow each other."""
-    return Part(k=k, v=v, rows=_tile_rows(problem, base), bounds=_nothing, words=words)
-
-
-def _window(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, interpret: bool) -> Stream:
-    """Key tiles of the window branch of one dense tile."""
-    length = refs.length[b]
-    below = _load_rows(refs.window_below, b, tile)
-    base = lax.div(jnp.maximum(length - problem.window + 1, 0), jnp.int32(ROWS))
-    count = lax.div(length + ROWS - 1, jnp.int32(ROWS)) - base
-
-    def cached_words(i: jax.Array, _: Any) -> Words:
-        row = (i + base) * ROWS
-        return _range_words(below - row + 1, length - row)
-
-    return Stream(
-        cached=_rows_part(problem, refs.k.at[b, k], refs.v.at[b, k], cached_words, base),
-        tree=_rows_part(problem, refs.tree_k.at[b, k], refs.tree_v.at[b, k], _table_words(refs.near_path, (b, tile))),
-        counts=lambda: (count, jnp.int32(0)),
-        tree_tiles=problem.tree_tiles,
-    )
-
-
-def _compressed(problem: Problem, refs: Inputs, b: Any, k: Any, tile: Any, interpret: bool) -> Stream:
-    """Key tiles of the compressed branch of one dense tile."""
-    length = refs.length[b]
-    entries = lax.div(length - problem.kernel_size, jnp.int32(problem.stride)) + 1
-    entries = jnp.where(length < problem.kernel_size, 0, entries)
-    fresh = -(-problem.slots // ROWS)
-
-    def cached_words(i: jax.Array, _: Any) -> Words:
-        end = jnp.full((ROWS,), 0, I32) + (entries - i * ROWS)
-        return _range_words(jnp.int32(0), plgpu.layout_cast(end, PER_ROW))
-
-    of_cache = _rows_part(problem, refs.k_cmp.at[b, k], refs.v_cmp.at[b, k], cached_words)
-    of_tree = of_cache
-    if fresh:
-        words = _table_words(refs.completed, (b, tile))
-        of_tree = _rows_part(problem, refs.tree_k_cmp.at[b, k], refs.tree_v_cmp.at[b, k], words)
-    return Stream(
-        cached=of_cache,
-        tree=of_tree,
-        counts=lambda: (lax.div(entries + ROWS - 1, jnp.int32(ROWS)), lax.div(entries, jnp.int32(ROWS))),
-        tree_tiles=fresh,
-    )
-
-
-BRANCHES = (_selected, _window, _compressed)
+        s = scores(0)
+        release()
+        fetch(0, 0, job.split + stages * job.splits, queue[stages])
+    carry = (job.split, jnp.int32(0), s, start, queue, bits)
+    _, _, _, (acc, top, norm), _, _ = lax.while_loop(lambda carry: carry[0] < end, step, carry)
+    return list(acc), top * unit, norm

@@ -1,4 +1,6 @@
-"""Selected and window branch on NVIDIA Hopper, in one launch.
+"""Selected and window branch on NVIDIA Hopper, in two launches.
+
+Visit lists must not hold blocks past the last node's own, as no selection does.
 
 Exactness: sets and masks are those of the definition; the output differs from it by the rounding of probabilities to
 the inputs' dtype (about 1.3e-3 in relative norm for bfloat16). Repeated calls give the same bits. Splits depend on
@@ -7,8 +9,10 @@ the shape of the call, so the same node in a pass of another size can differ by 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -23,6 +27,9 @@ from .schedule import MergedSchedule
 MAX_HEADS = 16
 MAX_UNION = 1024
 MAX_NODES = 4096  # longer passes are prefill: tile them outside
+
+# Layers of one shape share a trace and a lowering, which takes seconds.
+_attention = functools.partial(jax.jit, static_argnames=("geometry", "scale", "compressed", "config"))(attention)
 
 
 def require_supported(
@@ -56,7 +63,11 @@ def choose(
     pieces = ROWS // geometry.block_size
     tree = -(-nodes // ROWS)
     chosen = geometry.selection_width(cached.capacity)
-    union = min(schedule.blocks.shape[-1], chosen + (schedule.group - 1) * -(-chosen // 4))
+
+    def listed(members: int) -> int:
+        union = min(schedule.blocks.shape[-1], chosen + (members - 1) * -(-chosen // 4))
+        return -(-union // pieces) + tree
+
     return tiles.choose(
         "reuse" if compressed else "verify",
         nodes=nodes,
@@ -65,7 +76,9 @@ def choose(
         pieces=pieces,
         selected_tiles=batch * kv_heads * rows.tiles,
         dense_tiles=batch * kv_heads * rows.dense_tiles,
-        selected_keys=-(-union // pieces) + tree,
+        lists=batch * kv_heads,
+        selected_keys=listed(min(schedule.group, nodes)),
+        last_keys=listed((nodes - 1) % schedule.group + 1),
         window_keys=min(geometry.window, cached.capacity) // ROWS + 1 + tree,
         compressed_keys=-(-cached.k_cmp.shape[2] // ROWS) + 1 if compressed else 0,
     )
@@ -111,16 +124,8 @@ def lowered(
     """
     require_supported(q, cached, tree, schedule, geometry)
     config = choose(q, cached, schedule, geometry, compressed=compressed) if config is None else config
-    return attention(
-        q,
-        cached,
-        tree,
-        queries,
-        schedule,
-        gates,
-        geometry=geometry,
-        scale=scale,
-        compressed=compressed,
-        config=config,
-        interpret=interpret,
-    )
+    arguments = (q, cached, tree, queries, schedule, gates)
+    options: dict[str, Any] = {"geometry": geometry, "scale": scale, "compressed": compressed, "config": config}
+    if interpret is not None:
+        return attention(*arguments, **options, interpret=interpret)
+    return _attention(*arguments, **options)

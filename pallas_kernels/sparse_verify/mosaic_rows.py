@@ -12,13 +12,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from ..layout import Completions, Geometry, TreeQueries
 
 ROWS = 64  # rows of a tile, and keys of a tile
 WORDS = ROWS // 32
-NOWHERE = 1 << 30  # window bound of a row without a node
+NOWHERE = 1 << 30  # window bound of a row without a node; negative, of a row without a window
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,21 +91,18 @@ def _row_words(bits: Bool[Array, "B T X"], tiles: int, per_tile: int, heads: int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassMasks:
-    """What the queries of a pass may see, as bits.
+    """What the queries of a pass may see, as bits. X counts selected row tiles, dense ones, and dense ones again.
 
     Args:
-      path: ancestors of each row of a selected tile, 32 tree columns to a word.
+      words: tree columns that each row sees, 32 to a word: its ancestors; those in its window; and, with a compressed
+        branch, completed entries.
+      below: the last cached position out of each row's window, far below all for rows of branches without one.
       block_columns: tree columns whose block is the e-th block from the one that holds the length.
-      near_path: ancestors in the window, for the rows of dense tiles.
-      window_below: the last position out of each dense row's window.
-      completed: completed entries that each dense row sees; None without a compressed branch.
     """
 
-    path: Int[Array, "B tiles W 64"]
-    block_columns: Int[Array, "B E W"]
-    near_path: Int[Array, "B dense W 64"]
-    window_below: Int[Array, "B dense 64"]
-    completed: Int[Array, "B dense W2 64"] | None
+    words: Int[Array, "B X W 64"]
+    below: Int[Array, "B X 64"]
+    block_columns: Int[Array, "B E W2"]
 
 
 def pass_masks(queries: TreeQueries, completions: Completions | None, geometry: Geometry, tiles: RowTiles) -> PassMasks:
@@ -117,29 +114,22 @@ def pass_masks(queries: TreeQueries, completions: Completions | None, geometry: 
     offset = position // size - (queries.length // size)[:, None]
     near = position[:, None] > position[:, :, None] - geometry.window
     node, valid = _rows_of(dense, per_dense, heads, tiles.nodes)
-    below = jnp.where(jnp.asarray(valid), position[:, node] - geometry.window, NOWHERE)
-    completed = None
+    everywhere = jnp.full((position.shape[0], tiles.tiles, ROWS), -NOWHERE, jnp.int32)
+    window = jnp.where(jnp.asarray(valid), position[:, node] - geometry.window, NOWHERE).astype(jnp.int32)
+    words = [
+        _row_words(queries.ancestor, tiles.tiles, tiles.per_tile, heads),
+        _row_words(queries.ancestor & near, dense, per_dense, heads),
+    ]
+    below = [everywhere, window]
+    if completions is not None:
+        below.append(everywhere[:, :1].repeat(dense, axis=1))
     if completions is not None and completions.node.shape[1]:
         at = jnp.maximum(completions.node, 0)[:, None]
         sees = jnp.take_along_axis(queries.ancestor, at, axis=2) & (completions.node >= 0)[:, None]
         completed = _row_words(sees, dense, per_dense, heads)
+        words.append(jnp.pad(completed, [(0, 0), (0, 0), (0, words[0].shape[2] - completed.shape[2]), (0, 0)]))
     return PassMasks(
-        path=_row_words(queries.ancestor, tiles.tiles, tiles.per_tile, heads),
+        words=jnp.concatenate(words, axis=1),
+        below=jnp.concatenate(below, axis=1),
         block_columns=_pack(offset[:, None] == jnp.arange(blocks)[:, None]),
-        near_path=_row_words(queries.ancestor & near, dense, per_dense, heads),
-        window_below=below.astype(jnp.int32),
-        completed=completed,
     )
-
-
-def gate_rows(
-    gates: Float[Array, "B T K G 3"], tiles: RowTiles, branches: tuple[int, ...]
-) -> Float[Array, "B K tiles branches 64"]:
-    """Gates of the rows of selected tiles, 0 where a row has no node."""
-    batch, nodes, kv_heads, heads, _ = gates.shape
-    padding = tiles.tiles * tiles.per_tile - nodes
-    rows = jnp.pad(gates, [(0, 0), (0, padding), (0, 0), (0, 0), (0, 0)])[..., np.asarray(branches)]
-    rows = rows.reshape(batch, tiles.tiles, tiles.per_tile, kv_heads, heads, len(branches))
-    rows = rows.transpose(0, 3, 1, 5, 2, 4).reshape(batch, kv_heads, tiles.tiles, len(branches), -1)
-    rows = jnp.pad(rows, [(0, 0)] * 4 + [(0, ROWS - rows.shape[-1])])
-    return rows.astype(jnp.float32)

@@ -11,8 +11,11 @@ from typing import Any
 ROWS = 64  # rows of a row tile and keys of a key tile
 RESIDENT = 2  # thread blocks that fit on a multiprocessor
 CORES = 132  # multiprocessors of an H200
-LEAST_KEYS = 6  # key tiles below which a split costs more than it saves
 MAX_SPLITS = 16
+MAX_TOTAL = 32  # splits of all branches: a lane of a warp weighs each
+# Measured on an H200, in key tiles of a block that has a multiprocessor to itself (0.7 microseconds): what a block
+# takes besides, a key tile where two blocks share a multiprocessor, and one more split in the sum.
+BLOCK_COST, SHARED_COST, SPLIT_COST = 6.0, 1.6, 0.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,52 +24,72 @@ class TileConfig:
 
     Args:
       selected, window, compressed: splits of each branch's keys.
+      last: selected splits of the last row tile, which may hold few nodes; 0 for as many as the others.
       stages: key tiles in the shared-memory ring.
+      ahead: whether a tile's scores are computed during the softmax of the tile before.
       dense_nodes: bound on the nodes of a dense row tile; None for as many as 64 rows hold.
-      fused: whether the splits are summed in the same launch, or in one of its own.
     """
 
     selected: int
     window: int
     compressed: int = 1
+    last: int = 0
     stages: int = 2
+    ahead: bool = False
     dense_nodes: int | None = None
-    fused: bool = True
 
 
 def heuristic(
     *,
+    lists: int,
     selected_tiles: int,
     dense_tiles: int,
     selected_keys: int,
+    last_keys: int,
     window_keys: int,
     compressed_keys: int,
     pieces: int = 1,
     dim: int = 128,
     cores: int = CORES,
 ) -> TileConfig:
-    """Splits for a workload without tuned values.
+    """Splits for a workload without tuned values: those that an estimate finds fastest.
 
     Args:
+      lists: KV heads of the whole call.
       selected_tiles, dense_tiles: row tiles of the whole call.
       selected_keys, window_keys, compressed_keys: expected key tiles of a row tile in each branch.
+      last_keys: the same for the last selected row tile of a KV head.
       pieces: blocks in a key tile.
       dim: head dim.
       cores: multiprocessors of the device.
     """
-    slots = cores * RESIDENT
-    work = selected_tiles * selected_keys + dense_tiles * (window_keys + compressed_keys)
-    branches = ((selected_tiles, selected_keys), (dense_tiles, window_keys), (dense_tiles, compressed_keys))
-    each = max(LEAST_KEYS, -(-work // slots))  # key tiles that a thread block should get
-    while True:
-        splits = [max(1, min(MAX_SPLITS, round(keys / each))) for _, keys in branches]
-        blocks = sum(count * n for (count, keys), n in zip(branches, splits, strict=True) if keys)
-        if blocks <= slots or max(splits) == 1:  # a second wave of thread blocks would take as long as the first
-            break
-        each += 1
+    branches = (
+        (selected_tiles - lists, selected_keys),
+        (dense_tiles, window_keys),
+        (dense_tiles, compressed_keys),
+        (lists, last_keys),
+    )
+    best: tuple[float, int, list[int]] | None = None
+    for each in range(1, max(keys for _, keys in branches) + 1):  # key tiles that a thread block gets at most
+        splits = [max(1, min(MAX_SPLITS, -(-keys // each))) for _, keys in branches]
+        splits[0] = max(splits[0], splits[3])
+        if sum(splits[:3]) > MAX_TOTAL:
+            continue
+        jobs = [(count * n, -(-keys // n)) for (count, keys), n in zip(branches, splits, strict=True) if keys]
+        blocks = sum(count for count, _ in jobs)
+        slots, step = (cores, 1.0) if blocks <= cores else (cores * RESIDENT, SHARED_COST)
+        costs = [(count, BLOCK_COST + step * keys) for count, keys in jobs if count]
+        longest = max(cost for _, cost in costs)
+        if blocks > slots:  # more than one wave
+            longest = max(longest, sum(count * cost for count, cost in costs) / slots + longest / 2)
+        estimate = longest + SPLIT_COST * sum(splits[:3])
+        if best is None or estimate < best[0]:
+            best = estimate, blocks, splits
+    assert best is not None  # as one split each is always possible
+    _, blocks, splits = best
     # Two blocks of 128-wide heads fit on a multiprocessor with two stages, not with three.
     stages = 3 if pieces == 1 and (dim <= 64 or blocks <= cores) else 2
-    return TileConfig(selected=splits[0], window=splits[1], compressed=splits[2], stages=stages)
+    return TileConfig(selected=splits[0], window=splits[1], compressed=splits[2], last=splits[3], stages=stages)
 
 
 @functools.cache

@@ -386,7 +386,8 @@ def load_drafter(
     Args:
       directory: see `models.eagle3_loading.load_eagle3`.
       target_config: what is drafted for.
-      depth, top_k, nodes, window: see `Eagle3Drafter`.
+      depth, top_k, nodes: see `Eagle3Drafter`.
+      window: pairs in reach of the head's attention, 0 for all, None for what the head's config recommends.
       dtype: of the head's parameters.
       tap_convention, target_params: see `load_eagle3`.
       sampling, widths: both given, make an `Eagle3SampledDrafter` instead of the dynamic tree.
@@ -397,7 +398,8 @@ def load_drafter(
     """
     if (sampling is None) != (widths is None):
         raise ValueError("sampled drafting needs both sampling and widths")
-    _check_window(window)
+    if window != 0:
+        _check_window(window)
     if sampling is not None and widths is not None:
         _check_sampled(widths, sampling)
     else:
@@ -410,6 +412,7 @@ def load_drafter(
         dtype=np.dtype(dtype),
     )
     graphdef, state = build(loaded.config, loaded.params, dtype)
+    window = loaded.config.draft_window if window is None else window or None
     common: dict[str, Any] = {"graphdef": graphdef, "config": loaded.config, "window": window}
     if sampling is not None and widths is not None:
         return Eagle3SampledDrafter(**common, widths=widths, sampling=sampling), state

@@ -64,8 +64,10 @@ def parser() -> argparse.ArgumentParser:
         help="layer plans drawn in training: refresh every k layers with this probability",
     )
     p.add_argument("--rank", type=int, default=32, help="of the low-rank deltas; 0 trains gates and compressors only")
+    p.add_argument("--start", type=Path, metavar="DELTA", help="go on from this delta of the same model and rank")
     p.add_argument("--lora-scale", type=float, default=1.0, help="factor of the low-rank deltas")
     p.add_argument("--stream-weight", type=float, default=1.0, help="of the match of residual streams")
+    p.add_argument("--selection-weight", type=float, default=0.1, help="of the match of block scores to full attention")
     p.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     p.add_argument("--warmup", type=int, default=20, help="steps")
     p.add_argument("--weight-decay", type=float, default=0.0)
@@ -106,6 +108,30 @@ def _configs(args: argparse.Namespace, base: LlamaConfig, length: int) -> tuple[
         student = dataclasses.replace(student, max_position=max(base.max_position, _longest(args.phase)))
     teacher = base if length <= base.max_position else dataclasses.replace(base, rope=rope)
     return teacher, student
+
+
+def _values_of(start: Path, fresh: Stacked, layers: int) -> Stacked:
+    """A delta's values in the place of fresh ones.
+
+    Raises:
+      UsageError: a delta of other values.
+    """
+    import jax.numpy as jnp
+    import numpy as np
+
+    from ..models.delta import read_delta
+
+    delta = read_delta(start)
+    rows = {name: [f"layers/{layer}/{name.removeprefix('layers/')}" for layer in range(layers)] for name in fresh}
+    expected = {row: fresh[name].shape[1:] for name, names in rows.items() for row in names}
+    found = {name: tuple(value.shape) for name, value in delta.arrays.items()}
+    if expected != found:
+        differing = sorted({n for n in {*expected, *found} if expected.get(n) != found.get(n)})
+        raise UsageError(f"--start {start}: other values than this run trains ({differing[0]}, ...); see --rank")
+    return {
+        name: jnp.asarray(np.stack([np.asarray(delta.arrays[row], np.float32) for row in names]))
+        for name, names in rows.items()
+    }
 
 
 def _longest(phases: Sequence[Phase]) -> int:
@@ -157,6 +183,8 @@ class _Trainer:
         self.params = jax.device_put(params, self.everywhere)
         _, student = _configs(args, base, 1)
         trained = init_trained(student, args.rank, _GATE_BIAS, args.seed)
+        if args.start is not None:
+            trained = _values_of(args.start, trained, base.num_layers)
         self.state = jax.device_put({"trained": trained, "optimizer": self.optimizer.init(trained)}, self.everywhere)
 
         def step(recipe: Distillation, state: Any, params: Stacked, batch: Any, refresh: Any, rate: Any) -> Any:
@@ -182,6 +210,7 @@ class _Trainer:
             student=student,
             scale=self.args.lora_scale,
             stream_weight=self.args.stream_weight,
+            selection_weight=self.args.selection_weight,
             chunk=self.args.chunk,
             segments=self.args.segments,
         )

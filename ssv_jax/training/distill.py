@@ -26,6 +26,7 @@ class Distillation:
       student: sparse, otherwise the same model.
       scale: of the low-rank deltas.
       stream_weight: weight of the mean cosine distance between residual streams after every layer.
+      selection_weight: weight of the selection loss (`forward.Hidden`), mean over layers.
       chunk, segments: tiles of sparse attention, see `forward.SequenceOptions`.
     """
 
@@ -33,6 +34,7 @@ class Distillation:
     student: LlamaConfig
     scale: float
     stream_weight: float
+    selection_weight: float = 0.0
     chunk: int = 128
     segments: int = 4
 
@@ -46,12 +48,14 @@ class Matching:
       loss: what is minimised.
       kl: KL(teacher || student) of next-token distributions, nats.
       streams: cosine distance of residual streams.
+      selection: how far block scores are from what full attention reads, nats.
       nll, teacher_nll: negative log-likelihood of the text's own next token, nats.
     """
 
     loss: Float[Array, ""]
     kl: Float[Array, ""]
     streams: Float[Array, ""]
+    selection: Float[Array, ""]
     nll: Float[Array, ""]
     teacher_nll: Float[Array, ""]
 
@@ -82,6 +86,7 @@ def match(
     teacher = hidden_states(recipe.teacher, base, tokens, options=dataclasses.replace(options, remat=False))
     teacher = jax.lax.stop_gradient(teacher)
     merged = merge(base, trained, recipe.scale)
+    options = dataclasses.replace(options, selection_loss=recipe.selection_weight > 0)
     student = hidden_states(recipe.student, merged, tokens, refresh, options)
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     counted = jnp.pad(targets[:, 1:], ((0, 0), (0, 1)))
@@ -89,12 +94,14 @@ def match(
     streams = jnp.zeros(())
     if teacher.streams is not None and student.streams is not None:
         streams = _cosine_distance(teacher.streams, student.streams)
+    selection = jnp.zeros(()) if student.selection_loss is None else student.selection_loss.mean()
     positions = tokens.shape[0] * tokens.shape[1]
     number = jnp.maximum(counted.sum(), 1)
     return Matching(
-        loss=kl / positions + recipe.stream_weight * streams,
+        loss=kl / positions + recipe.stream_weight * streams + recipe.selection_weight * selection,
         kl=kl / positions,
         streams=streams,
+        selection=selection,
         nll=nll / number,
         teacher_nll=teacher_nll / number,
     )

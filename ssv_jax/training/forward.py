@@ -43,12 +43,14 @@ class Hidden:
       taps: residual streams, in the order asked for.
       streams: residual streams after every layer, if asked for.
       selected: blocks that each query reads in every layer, if asked for.
+      selection_loss: of every layer, if asked for, see `_selection_loss`.
     """
 
     final: Float[Array, "B S E"]
     taps: tuple[Float[Array, "B S E"], ...]
     streams: Float[Array, "L B S E"] | None = None
     selected: Bool[Array, "L B K S N"] | None = None
+    selection_loss: Float[Array, " L"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +61,7 @@ class SequenceOptions:
       taps: residual streams to return: k is the stream after k layers, 0 the embeddings.
       streams: return the stream after every layer.
       selected: return the selected blocks.
+      selection_loss: return how far block scores are from what full attention reads.
       remat: recompute activations in the backward pass, all but products with weights and attention outputs.
       chunk: queries per tile of sparse attention.
       segments: parts of the sequence whose queries only look at keys up to the part's end; more compile longer
@@ -68,6 +71,7 @@ class SequenceOptions:
     taps: tuple[int, ...] = ()
     streams: bool = False
     selected: bool = False
+    selection_loss: bool = False
     remat: bool = False
     chunk: int = 128
     segments: int = 4
@@ -165,13 +169,13 @@ def _run(
         normed = layer.attn_norm(x)
         if isinstance(layer.attn, NSAttention):
             assert selected is not None
-            out, selected = _sparse_attention(layer.attn, normed, cos, sin, is_refresh, selected, options)
+            out, selected, loss = _sparse_attention(layer.attn, normed, cos, sin, is_refresh, selected, options)
         else:
-            out = _dense_attention(layer.attn, normed, cos, sin)
+            out, loss = _dense_attention(layer.attn, normed, cos, sin), None
         x = x + layer.attn.o(checkpoint_name(out, _KEPT))
         x = x + layer.mlp(layer.mlp_norm(x))
         keep_stream = options.streams or bool(options.taps)
-        return (x, selected), (x if keep_stream else None, selected if options.selected else None)
+        return (x, selected), (x if keep_stream else None, selected if options.selected else None, loss)
 
     if options.remat:
         policies = jax.checkpoint_policies
@@ -188,12 +192,18 @@ def _run(
         selected = jnp.zeros((batch, config.num_kv_heads, length, blocks), bool)
     layers = {name: stacked[f"layers/{name}"] for name in names}
     first = x
-    (x, _), (streams, selections) = jax.lax.scan(layer_step, (x, selected), (layers, refresh))
+    (x, _), (streams, selections, losses) = jax.lax.scan(layer_step, (x, selected), (layers, refresh))
     taps = tuple(first if tap == 0 else streams[tap - 1] for tap in options.taps)
     x32 = x.astype(jnp.float32)
     scale = stacked["norm/scale"].astype(jnp.float32)
     final = (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + config.rms_eps) * scale).astype(dtype)
-    return Hidden(final=final, taps=taps, streams=streams if options.streams else None, selected=selections)
+    return Hidden(
+        final=final,
+        taps=taps,
+        streams=streams if options.streams else None,
+        selected=selections,
+        selection_loss=losses,
+    )
 
 
 def _rotated(attn: DenseAttention | NSAttention, x: Array, cos: Array, sin: Array) -> tuple[Array, Array, Array, Array]:
@@ -236,14 +246,12 @@ def _product_backward(spec: str, operands: tuple[Array, Array], g: Array) -> tup
 _product.defvjp(_product_forward, _product_backward)
 
 
-def _attend(q: Array, k: Array, v: Array, visible: Array, scale: float) -> tuple[Array, Array]:
-    """Output [B, K, C, G, D] in float32 and probabilities [B, K, C, G, N] of a tile, from keys [B, K, N, D].
+def _attend(scores: Array, v: Array, visible: Array) -> tuple[Array, Array]:
+    """Output [B, K, C, G, D] in float32 and probabilities [B, K, C, G, N] of a tile.
 
-    Axes are in the order that batched products have, so that scores are never transposed. `visible` broadcasts
-    against the probabilities; a row that sees nothing gives a mean, which the caller discards.
+    `visible` broadcasts against the scores; a row that sees nothing gives a mean, which the caller discards.
     """
-    scores = _product("bkcgd,bknd->bkcgn", q, k)
-    p = jax.nn.softmax(jnp.where(visible, scores * scale, -1e30), axis=-1)
+    p = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1)
     return _product("bkcgn,bknd->bkcgd", p.astype(v.dtype), v), p
 
 
@@ -270,22 +278,66 @@ def _compress(attn: NSAttention, raw_k: Array, v: Array, config: LlamaConfig) ->
     return tuple(jnp.pad(y, ((0, 0), (0, 0), (0, padding), (0, 0))) for y in (k_cmp, v_cmp))
 
 
-def _choose(mass: Array, position: Array, blocks: int, config: LlamaConfig) -> Array:
-    """Blocks that each query reads, bool [B, K, C, N], from its head-summed mass on entries [B, K, C, M]."""
+def _block_scores(mass: Array, blocks: int, config: LlamaConfig) -> Array:
+    """Scores [B, K, C, N] of selection blocks from the head-summed mass on entries [B, K, C, M]."""
     nsa = config.nsa
     assert nsa is not None
     ratio, overlap = nsa.block_size // nsa.kernel_stride, nsa.kernel_size // nsa.kernel_stride
     width = blocks * ratio
-    pad = max(width - mass.shape[-1], 0)
-    padded = jnp.pad(mass, [(0, 0)] * 3 + [(overlap - 1, pad)])
+    padded = jnp.pad(mass, [(0, 0)] * 3 + [(overlap - 1, max(width - mass.shape[-1], 0))])
     spread = sum(padded[..., i : i + width] for i in range(overlap))
-    scores = jnp.asarray(spread).reshape(*mass.shape[:-1], blocks, ratio).sum(-1)
+    return jnp.asarray(spread).reshape(*mass.shape[:-1], blocks, ratio).sum(-1)
+
+
+def _candidates(position: Array, blocks: int, config: LlamaConfig) -> tuple[Array, Array]:
+    """Blocks that a query may read, and those that it must, bool [C, N]."""
+    nsa = config.nsa
+    assert nsa is not None
     own = (position // nsa.block_size)[:, None]
     index = jnp.arange(blocks)
-    forced = (index < nsa.init_blocks) | (index > own - nsa.local_blocks)
-    rank_by = jnp.where(index <= own, jnp.where(forced, jnp.inf, scores), -jnp.inf)
+    return index <= own, ((index < nsa.init_blocks) | (index > own - nsa.local_blocks)) & (index <= own)
+
+
+def _choose(scores: Array, position: Array, config: LlamaConfig) -> Array:
+    """Blocks that each query reads, bool [B, K, C, N], from their scores."""
+    nsa = config.nsa
+    assert nsa is not None
+    blocks = scores.shape[-1]
+    candidate, forced = _candidates(position, blocks, config)
+    rank_by = jnp.where(candidate, jnp.where(forced, jnp.inf, scores), -jnp.inf)
     _, chosen = jax.lax.top_k(rank_by, min(nsa.n_blocks, blocks))  # ties: lower index first
-    return (chosen[..., None] == index).any(-2) & (index <= own)
+    return (chosen[..., None] == jnp.arange(blocks)).any(-2) & candidate
+
+
+def _selection_loss(block_scores: Array, scores: Array, position: Array, config: LlamaConfig) -> Array:
+    """How far block scores are from the mass that full attention puts on the blocks, summed over queries.
+
+    Cross-entropy less entropy between both as distributions over the blocks that are not forced, weighted by the
+    share of full attention that lies there: 0 where only forced blocks matter. It trains the compressor, which the
+    choice of blocks itself, having no gradient, does not (after DeepSeek-V3.2's indexer, arXiv 2512.02556).
+
+    Args:
+      block_scores: [B, K, C, N].
+      scores: of single keys, scaled, [B, K, C, G, S]; no gradient flows into them.
+      position: of the C queries.
+      config: the model.
+    """
+    nsa = config.nsa
+    assert nsa is not None
+    blocks, keys = block_scores.shape[-1], scores.shape[-1]
+    causal = (jnp.arange(keys) <= position[:, None])[:, None]
+    full = jax.nn.softmax(jnp.where(causal, jax.lax.stop_gradient(scores), -1e30), axis=-1)
+    near = -(-keys // nsa.block_size)
+    full = jnp.pad(full, [(0, 0)] * 4 + [(0, near * nsa.block_size - keys)])
+    mass = full.reshape(*full.shape[:-1], near, nsa.block_size).sum(-1).mean(3)  # [B, K, C, near]
+    mass = jnp.pad(mass, [(0, 0)] * 3 + [(0, blocks - near)])
+    candidate, forced = _candidates(position, blocks, config)
+    free = candidate & ~forced
+    mass = jnp.where(free, mass, 0.0)
+    share = mass.sum(-1, keepdims=True)
+    chances = jnp.where(free, block_scores, 0.0) + 1e-9
+    log_ratio = jnp.log(mass / jnp.maximum(share, 1e-9) + 1e-9) - jnp.log(chances / chances.sum(-1, keepdims=True))
+    return jnp.where(free, mass * log_ratio, 0.0).sum()
 
 
 def _sparse_attention(
@@ -296,8 +348,8 @@ def _sparse_attention(
     is_refresh: Array,
     inherited: Array,
     options: SequenceOptions,
-) -> tuple[Array, Array]:
-    """Output before the output projection [B, S, K, G, D], and the selected blocks [B, K, S, N]."""
+) -> tuple[Array, Array, Array | None]:
+    """Output before the output projection [B, S, K, G, D], selected blocks [B, K, S, N], and the selection loss."""
     config, nsa = attn.config, attn.config.nsa
     assert nsa is not None
     q, *keyed = (jnp.moveaxis(y, 1, 2) for y in _rotated(attn, x, cos, sin))  # heads first
@@ -312,42 +364,48 @@ def _sparse_attention(
     k_wide, v_wide = (jnp.pad(y, ((0, 0), (0, 0), (reach, 0), (0, 0))) for y in (k, v))
 
     @functools.partial(jax.checkpoint, static_argnums=(1, 2))
-    def tile(start: Array, size: int, keys: int) -> tuple[Array, Array]:
+    def tile(start: Array, size: int, keys: int) -> tuple[Array, Array, Array]:
         """Queries start ... start + size - 1 over the first `keys` keys."""
         cut = lambda y, length=size: jax.lax.dynamic_slice_in_dim(y, start, length, 2)  # noqa: E731
-        position = start + jnp.arange(size)
-        q_tile, gate = cut(q), cut(gates)
         low = lambda y: y.astype(q.dtype)  # noqa: E731
+        q_tile, gate = cut(q), cut(gates)
+        score = lambda y: _product("bkcgd,bknd->bkcgn", q_tile, low(y)) * attn.scale  # noqa: E731
+        position = start + jnp.arange(size)
         if k_cmp.shape[2]:
             seen = entry_end <= position[:, None]
-            out_cmp, p = _attend(q_tile, low(k_cmp), low(v_cmp), seen[:, None], attn.scale)
+            out_cmp, p = _attend(score(k_cmp), low(v_cmp), seen[:, None])
             seeing = seen.any(-1)[:, None, None]
-            out_cmp = out_cmp * seeing
-            mass = (jax.lax.stop_gradient(p) * seeing).sum(3)
+            out_cmp, mass = out_cmp * seeing, (p * seeing).sum(3)
         else:
             out_cmp, mass = jnp.zeros(q_tile.shape, jnp.float32), jnp.zeros((*inherited.shape[:2], size, 0))
-        chosen = jnp.where(is_refresh, _choose(mass, position, blocks, config), cut(inherited))
-        near = -(-keys // nsa.block_size)
+        block_scores = _block_scores(mass, blocks, config)
+        chosen = _choose(jax.lax.stop_gradient(block_scores), position, config)
+        chosen = jnp.where(is_refresh, chosen, cut(inherited))
         key = jnp.arange(keys)
-        readable = jnp.repeat(chosen[..., :near], nsa.block_size, axis=-1)[..., :keys]
+        readable = jnp.repeat(chosen[..., : -(-keys // nsa.block_size)], nsa.block_size, axis=-1)[..., :keys]
         readable = (readable & (key <= position[:, None]))[:, :, :, None]
-        out_slc, _ = _attend(q_tile, low(k[:, :, :keys]), low(v[:, :, :keys]), readable, attn.scale)
+        scores = score(k[:, :, :keys])
+        out_slc, _ = _attend(scores, low(v[:, :, :keys]), readable)
+        loss = _selection_loss(block_scores, scores, position, config) if options.selection_loss else jnp.zeros(())
         at = start - reach + jnp.arange(size + reach)
         inside = (at >= 0) & (at <= position[:, None]) & (at > position[:, None] - window)
-        near_k, near_v = (low(cut(y, size + reach)) for y in (k_wide, v_wide))
-        out_win, _ = _attend(q_tile, near_k, near_v, inside[:, None], attn.scale)
+        near_k, near_v = (cut(y, size + reach) for y in (k_wide, v_wide))
+        out_win, _ = _attend(score(near_k), low(near_v), inside[:, None])
         out = sum(gate[..., i, None] * branch for i, branch in enumerate((out_cmp, out_slc, out_win)))
-        return jnp.asarray(out).astype(x.dtype), chosen
+        return jnp.asarray(out).astype(x.dtype), chosen, loss
 
-    parts, chosen_parts = [], []
+    parts, chosen_parts, loss = [], [], jnp.zeros(())
     for begin, size, count in _tiles(length, options.chunk, options.segments):
         keys = begin + size * count
         starts = begin + size * jnp.arange(count)
-        results = jax.lax.map(lambda s, size=size, keys=keys: tile(s, size, keys), starts)
+        *results, losses = jax.lax.map(lambda s, size=size, keys=keys: tile(s, size, keys), starts)
         out, chosen = (jnp.moveaxis(y, 0, 2) for y in results)  # [B, K, tiles, C, ...]
         parts.append(out.reshape(*out.shape[:2], size * count, *out.shape[4:]))
         chosen_parts.append(chosen.reshape(*chosen.shape[:2], size * count, blocks))
-    return jnp.moveaxis(jnp.concatenate(parts, axis=2), 2, 1), jnp.concatenate(chosen_parts, axis=2)
+        loss += losses.sum()
+    out = jnp.moveaxis(jnp.concatenate(parts, axis=2), 2, 1)
+    rows = out.shape[0] * length * config.num_kv_heads
+    return out, jnp.concatenate(chosen_parts, axis=2), loss / rows if options.selection_loss else None
 
 
 def _tiles(length: int, chunk: int, segments: int) -> list[tuple[int, int, int]]:

@@ -73,6 +73,20 @@ def test_an_exported_head_loads_bit_for_bit(tmp_path, name, dtype):
     export_eagle3(tmp_path / "head", config, params, overwrite=True)
 
 
+def test_a_recommended_window_is_kept(tmp_path, saved):
+    config = dataclasses.replace(PLAIN, draft_window=7)
+    export_eagle3(tmp_path / "head", config, random_head(config))
+    assert load_eagle3(tmp_path / "head", TARGET).config == config
+    fields = json.loads((tmp_path / "head" / "config.json").read_text())
+    assert fields["eagle_config"]["draft_window"] == 7
+    tensors, fields = saved
+    assert "draft_window" not in fields["eagle_config"]
+    for bad in (0, 2.5, "all", True):
+        fields["eagle_config"]["draft_window"] = bad
+        with pytest.raises(CheckpointError, match="draft_window must be an integer"):
+            load_eagle3(write(tmp_path / "bad", tensors, fields), TARGET)
+
+
 def test_names_are_those_in_circulation(saved):
     tensors, fields = saved
     layer = "input_layernorm hidden_norm post_attention_layernorm"

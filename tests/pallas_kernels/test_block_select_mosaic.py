@@ -134,6 +134,20 @@ def test_kernels_lower_for_cuda(name: str, select: bool) -> None:
     assert "mosaic_gpu" in text
 
 
+def test_layers_share_one_lowering() -> None:
+    case = cases.LOWERED["T=1"]
+    arguments = jax.eval_shape(functools.partial(inputs_abstract, case))
+
+    def layers(q: jax.Array, *rest: object) -> jax.Array:
+        for _ in range(3):
+            found = mosaic_gpu.select_and_attend(q, *rest, geometry=case.geometry, scale=0.1, group=case.group)
+            q = found.out.astype(q.dtype)
+        return q
+
+    text = jax.jit(layers).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu_v2") == 2  # two launches, however many layers
+
+
 def inputs_abstract(case: Case) -> tuple[jax.Array, CachedKV, TreeKV, TreeQueries]:
     """Arguments of a case's shapes, without values worth looking at."""
     batch, dtype, geometry = len(case.lengths), jnp.dtype(case.dtype), case.geometry

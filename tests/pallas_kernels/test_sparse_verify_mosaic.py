@@ -22,9 +22,8 @@ rows = op_module("sparse_verify.mosaic_rows")
 
 
 def config_of(work: Any) -> Any:
-    return tiles.TileConfig(
-        selected=work.splits[0], window=work.splits[1], compressed=work.splits[2], stages=work.stages
-    )
+    selected, window, compressed = work.splits
+    return tiles.TileConfig(selected=selected, window=window, compressed=compressed, last=1, stages=work.stages)
 
 
 def run(call: Call, config: Any, interpret: Any = None) -> jax.Array:
@@ -107,11 +106,16 @@ def test_row_tiles_hold_every_node_once(nodes, heads, group):
 
 
 def test_heuristic_fills_the_device_without_tiny_splits():
-    """Splits that leave most of the device idle, or that only add partial results."""
-    small = tiles.heuristic(selected_tiles=8, dense_tiles=8, selected_keys=17, window_keys=10, compressed_keys=0)
-    large = tiles.heuristic(selected_tiles=512, dense_tiles=256, selected_keys=40, window_keys=12, compressed_keys=65)
-    assert 17 / small.selected >= tiles.LEAST_KEYS - 1
-    assert large.selected == 1
+    """Splits that leave most of the device idle, that only add partial results, or more than a warp can weigh."""
+    few = {"lists": 8, "selected_tiles": 8, "dense_tiles": 8, "selected_keys": 17, "last_keys": 17, "window_keys": 10}
+    small = tiles.heuristic(**few, compressed_keys=0)
+    assert 60 <= 8 * (small.selected + small.window) <= tiles.CORES
+    many = few | {"selected_tiles": 512, "dense_tiles": 256, "selected_keys": 40, "window_keys": 12}
+    assert tiles.heuristic(**many, compressed_keys=65).selected <= 3
+    long = tiles.heuristic(**few, compressed_keys=1024)
+    assert long.selected + long.window + long.compressed <= tiles.MAX_TOTAL
+    ragged = tiles.heuristic(**few | {"selected_tiles": 40, "selected_keys": 78, "last_keys": 18}, compressed_keys=0)
+    assert ragged.last < ragged.selected
 
 
 @pytest.mark.gpu

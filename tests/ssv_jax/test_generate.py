@@ -51,6 +51,7 @@ def test_json_has_the_documented_fields(capsys, directory):
     assert set(report["timings_s"]) == {"load", "compile", "prefill", "decode"}
     for name in ("text", "finish_reason", "decode_tok_s", "device", "dtype", "versions", "precision", "strategy"):
         assert name in report
+    assert report["drafter"] == {"name": "none", "reason": "the model has no head of its own", "window": None}
     assert report["dtype"] == "float32"
     assert "prefill 7/7" in err
     assert len(out.splitlines()) == 1
@@ -89,6 +90,7 @@ def test_list_models(capsys):
     status, out, _ = run(capsys, "--list-models")
     assert status == 0
     assert "smollm2-135m" in out
+    assert out.count("(default)") == 1
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,9 @@ def test_list_models(capsys):
         (("--prompt", "a", "--layer-plan", "refresh-every=2"), "only lossless is allowed"),
         (("--prompt", "a", "--grouping", "shared", "--group", "2"), "only lossless is allowed"),
         (("--prompt", "a", "--draft", "eagle3"), "needs a draft model"),
-        (("--prompt", "a", "--draft-model", "x"), "has no network"),
+        (("--prompt", "a", "--draft", "none", "--draft-model", "x"), "has no network"),
+        (("--prompt", "a", "--draft-window", "8"), "a draft window needs"),
+        (("--prompt", "a", "--draft", "ngram", "--draft-window", "0"), "a draft window needs"),
         (("--prompt", "a", "--mesh", "data=2"), "tensor=N"),
         (("--prompt", "a", "--mesh", "tensor=64"), "needs 64 devices"),
         (("--prompt", "a", "--mesh", ""), "tensor=N"),

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from ssv_jax import registry
+from ssv_jax.drafting.dynamic_tree import check_tree
 from ssv_jax.models.errors import CheckpointError
 from ssv_jax.registry import MODELS, resolve
 from tests.models.checkpoints import hf_config, hf_weights, write_gguf, write_hf
@@ -37,6 +38,25 @@ def test_paths(tmp_path):
 def test_unknown_names_list_the_known_ones():
     with pytest.raises(CheckpointError, match="smollm3: no such file .* known: smollm2-135m"):
         resolve("smollm3")
+
+
+def test_files_of_this_package_are_listed_with_their_digests():
+    """A file that changed without its entry, or one that ships without an entry."""
+    weights = Path(registry.__file__).parent / "weights"
+    shipped = {name: model for name, model in MODELS.items() if isinstance(model, registry.ShippedModel)}
+    present = {str(file.relative_to(weights)) for file in weights.glob("**/*") if file.is_file()}
+    listed = {f"{model.folder}/{file}" for model in shipped.values() for file in model.files}
+    assert {file for file in present if not file.endswith(".md")} == listed
+    for name, model in shipped.items():
+        try:
+            found = resolve(name)
+        except CheckpointError as error:
+            assert "is not installed" in str(error)  # its base
+            continue
+        assert found.kind == "delta" and found.base is not None
+        for tree in model.trees.values():
+            check_tree(depth=tree.depth, top_k=tree.topk, nodes=tree.nodes)
+    assert registry.DEFAULT_MODEL in MODELS
 
 
 def test_models_cannot_be_changed():
