@@ -313,7 +313,8 @@ def summarise(scores: dict[tuple[str, int, str], list[tuple[Trial, int]]]) -> li
 
 
 def draw(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
-    for axis, kind in zip(np.atleast_1d(axes), KINDS, strict=True):
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    for axis, kind in zip(np.atleast_1d(axes), kinds, strict=True):
         for label in dict.fromkeys(row["subject"] for row in rows):
             mine = [r for r in rows if r["kind"] == kind and r["subject"] == label]
             style = "--o" if label.startswith("dense") else "-o"
@@ -374,7 +375,9 @@ def main() -> None:
     }
     harness.write(output, result)
     evaluation.write_csv(output.with_suffix(".csv"), rows)
-    evaluation.plot(output.with_suffix(".png"), lambda axes: draw(axes, rows), columns=len(KINDS))
+    columns = len({row["kind"] for row in rows})
+    if columns:
+        evaluation.plot(output.with_suffix(".png"), lambda axes: draw(axes, rows), columns=columns)
     evaluation.table(rows, ("kind", "length", "subject", "trials", "exact", "share", "share_low", "share_high"))
 
 

@@ -96,19 +96,28 @@ def main() -> int:
     p.add_argument("--out", type=Path, required=True, help="token set to write (.npz or .npz.xz)")
     p.add_argument("--model", default="smollm2-135m", help="known model name or checkpoint, for its tokenizer")
     p.add_argument("--documents", type=int, default=160)
-    p.add_argument("--length", type=int, default=8000, help="tokens of text per document, before the facts")
+    p.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[3500, 7000, 13000, 21000],
+        help="tokens of text per document in turn, before the facts",
+    )
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args()
     tokenizer = Tokenizer.from_path(resolve(args.model).path)
     ends = np.array([i for end in ("\n", "\n\n", ".\n") for i in tokenizer.encode(end)[-1:]])
     sets = [tokens.load(path) for path in args.texts]
+    if min(args.lengths) < 400 or max(args.lengths) >= min(len(found.tokens) for found in sets):
+        p.error(f"--lengths: from 400 to the size of the smallest set, got {args.lengths}")
     rng = np.random.default_rng(args.seed)
     documents = []
     for number in range(args.documents):
         source = sets[number % len(sets)]
-        start = int(rng.integers(0, len(source.tokens) - args.length))
-        text = source.tokens[start : start + args.length]
-        facts = int(rng.integers(args.length // 400, args.length // 120))
+        length = args.lengths[number // len(sets) % len(args.lengths)]
+        start = int(rng.integers(0, len(source.tokens) - length))
+        text = source.tokens[start : start + length]
+        facts = int(rng.integers(length // 400, length // 120))
         documents.append(make_document(rng, text, tokenizer.encode, facts, ends))
     built = tokens.from_documents(documents, tokenizer.vocab_size)
     tokens.save(args.out, built)

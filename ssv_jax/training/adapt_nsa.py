@@ -189,7 +189,8 @@ class _Trainer:
 
         def step(recipe: Distillation, state: Any, params: Stacked, batch: Any, refresh: Any, rate: Any) -> Any:
             def loss(trained: Stacked) -> Any:
-                result = match(recipe, trained, params, *batch, refresh)
+                tokens, targets = batch
+                result = match(recipe, trained, params, tokens, targets, refresh)
                 return result.loss, result
 
             grads, result = jax.grad(loss, has_aux=True)(state["trained"])

@@ -275,7 +275,8 @@ def _compress(attn: NSAttention, raw_k: Array, v: Array, config: LlamaConfig) ->
         cos, sin = rope_angles(jnp.arange(entries) * stride, config.head_dim, config.rope)
         k_cmp = rotate(k_cmp, cos, sin)
     padding = -entries % _ENTRY_MULTIPLE
-    return tuple(jnp.pad(y, ((0, 0), (0, 0), (0, padding), (0, 0))) for y in (k_cmp, v_cmp))
+    widths = ((0, 0), (0, 0), (0, padding), (0, 0))
+    return jnp.pad(k_cmp, widths), jnp.pad(v_cmp, widths)
 
 
 def _block_scores(mass: Array, blocks: int, config: LlamaConfig) -> Array:

@@ -93,17 +93,15 @@ def learning_rate(step: int, peak: float, warmup: int, steps: int) -> float:
     return peak * (1 + 19 * 0.5 * (1 + math.cos(math.pi * done))) / 20
 
 
-def adamw(*, weight_decay: float, clip: float) -> optax.GradientTransformationExtraArgs:
+def adamw(*, weight_decay: float, clip: float) -> optax.GradientTransformation:
     """AdamW on clipped gradients, before the learning rate: add `-learning_rate * update` to the parameters.
 
     Args:
       weight_decay: decoupled.
       clip: largest global gradient norm.
     """
-    return optax.with_extra_args_support(
-        optax.chain(
-            optax.clip_by_global_norm(clip),
-            optax.scale_by_adam(b1=0.9, b2=0.95),
-            optax.add_decayed_weights(weight_decay),
-        )
+    return optax.chain(
+        optax.clip_by_global_norm(clip),
+        optax.scale_by_adam(b1=0.9, b2=0.95),
+        optax.add_decayed_weights(weight_decay),
     )
