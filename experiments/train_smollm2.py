@@ -1,8 +1,8 @@
 """The whole recipe of a sparse SmolLM2 with its draft head: adapt, let it write, train the head, put both together.
 
 Stages that are done are skipped, and a stage that was killed goes on, so the same command finishes what another began.
-Needs the token sets and prompts that `experiments/corpus/` builds, and a GPU (all visible ones are used); `--smoke` runs
-every stage on a tiny random model in about a minute on a CPU.
+Needs the token sets and prompts that `experiments/corpus/` builds, and a GPU (all visible ones are used); `--smoke`
+runs every stage on a tiny random model in about a minute on a CPU.
 """
 
 from __future__ import annotations
