@@ -43,11 +43,12 @@ from ssv_jax.pallas_kernels import overlap
 from ssv_jax.tree import DraftTree, queries_of
 
 PLANS = {"lossless": 1, "every4": 4, "dense": None}  # interval of refresh layers
-KINDS = (  # first match counts
+KINDS = (  # by kernel name; the first match counts
     ("selection", r"nsa_(compressed_scores|select|merge)"),
-    ("attention", r"nsa_"),
-    ("matmuls", r"gemm|gemv|nvjet|cutlass|cublas|splitk|wgmma|dot"),
+    ("attention", r"nsa_|sparse_"),
+    ("matmuls", r"nvjet|cutlass|cublas|splitk"),
 )
+SPLIT_PRODUCT = "pr,prc->pc"  # how a projection of one row names its product
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,11 +160,21 @@ def kernels_of(call: Any) -> dict[str, list[float]]:
     return times
 
 
-def split(times: dict[str, list[float]], steps: int) -> dict[str, Any]:
-    """Milliseconds and launches of a step, by kind of work."""
+def products(hlo: str) -> dict[str, str]:
+    """Kinds of the kernels that XLA makes of dots: projections, or einsums of attention, which name their axes."""
+    kinds = {}
+    for name, path in re.findall(r"%?([\w.-]+) = [^\n]*? fusion\([^\n]*op_name=\"([^\"]*dot_general)", hlo):
+        attends = "->" in path and SPLIT_PRODUCT not in path
+        kinds[re.sub(r"[.-]", "_", name)] = "attention" if attends else "matmuls"
+    return kinds
+
+
+def split(times: dict[str, list[float]], steps: int, known: dict[str, str]) -> dict[str, Any]:
+    """Milliseconds and launches of a step, by kind of work; `known` are the kinds of `products`."""
     parts = {kind: {"ms": 0.0, "launches": 0.0} for kind in (*(kind for kind, _ in KINDS), "rest")}
     for name, durations in times.items():
-        kind = next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), "rest")
+        kind = next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), None)
+        kind = kind or known.get(name, "rest")
         parts[kind]["ms"] += sum(durations) / 1e3 / steps
         parts[kind]["launches"] += len(durations) / steps
     return {kind: {key: round(value, 4) for key, value in part.items()} for kind, part in parts.items()}
@@ -199,7 +210,7 @@ def measure(
     }
     times = kernels_of(call)
     if times:
-        result["profile"] = split(times, case.steps)
+        result["profile"] = split(times, case.steps, products(compiled.as_text()))
         heaviest = sorted(times.items(), key=lambda item: -sum(item[1]))[:top]
         result["kernels"] = {
             name[:90]: {"us": round(sum(t) / case.steps, 2), "launches": round(len(t) / case.steps, 2)}

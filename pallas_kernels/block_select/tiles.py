@@ -52,8 +52,8 @@ def choose(*, row_tiles: int, heads: int, entries: int, nodes: int, bunch: int, 
     thread_blocks = heads * -(-row_tiles // warpgroups)
     steps = -(-entries // table["tile"])
     splits = max(1, min(table["most_splits"], table["resident"] * table["processors"] // thread_blocks, steps))
-    # Four warps a node keep the rounds of the selection short; two such blocks fit on a multiprocessor.
-    most = 4 if heads * -(-nodes // bunch) * bunch <= 8 * table["processors"] or blocks > 2048 else 1
+    # Four warps a node are fastest while every thread block has a multiprocessor of its own, two when they share.
+    most = 4 if heads * -(-nodes // bunch) <= table["processors"] or blocks > 2048 else 2
     most = min(most, 32 // bunch)
     select_warps = next(warps for warps in (4, 2, 1) if warps <= most and (warps == 1 or blocks >= 128 * warps))
     return AttendConfig(
