@@ -283,10 +283,8 @@ def attend(
     stages, chunks = problem.stages, problem.chunks
     job = keys.job
 
-    ahead = 1 if problem.ahead else 0
-
     # Everything that the first copies wait for, in one round trip to memory.
-    queue = tuple(keys.rows(job.split + stage * job.splits) for stage in range(stages + 1 + ahead))
+    queue = tuple(keys.rows(job.split + stage * job.splits) for stage in range(stages + 1))
     bits = keys.bits(job.split)
     count = keys.count_cached()
     end = count + keys.tree_count
@@ -365,38 +363,25 @@ def attend(
         return pl.run_scoped(run, accumulator)
 
     def step(carry: Any) -> Any:
-        tile, item, s, (acc, top, norm), queue, bits = carry
-        after = keys.rows(tile + (stages + 1 + ahead) * job.splits), keys.bits(tile + job.splits)
-        slot, following = (lax.rem(item + n, jnp.int32(stages)) for n in (0, ahead))
-        if ahead:
-
-            @pl.when(tile + job.splits < end)
-            def _next_keys() -> None:
-                plgpu.barrier_wait(ring.barriers[0][following])
-
-        else:
-            plgpu.barrier_wait(ring.barriers[0][slot])
-            s = scores(slot)
-            release()
-            fetch(0, slot, tile + stages * job.splits, queue[stages])
+        tile, item, (acc, top, norm), queue, bits = carry
+        after = keys.rows(tile + (stages + 1) * job.splits), keys.bits(tile + job.splits)
+        slot = lax.rem(item, jnp.int32(stages))
+        plgpu.barrier_wait(ring.barriers[0][slot])
+        s = scores(slot)
+        release()
+        fetch(0, slot, tile + stages * job.splits, queue[stages])
 
         def run(*acc_refs: Any) -> tuple[Any, ...]:
-            value_refs = acc_refs[ahead:]
-            if ahead:
-                multiply_keys(acc_refs[0], following)
             p, gained, new_top, shrink = soften(s, tile, queue[0], bits, top)
-            multiply_values(value_refs, p, slot)
-            values = tuple(acc_ref[...] for acc_ref in value_refs)
-            return (acc_refs[0][...] if ahead else None), values, gained, new_top, shrink
+            multiply_values(acc_refs, p, slot)
+            return tuple(acc_ref[...] for acc_ref in acc_refs), gained, new_top, shrink
 
-        s, values, gained, new_top, shrink = pl.run_scoped(run, *[accumulator] * (chunks + ahead))
+        values, gained, new_top, shrink = pl.run_scoped(run, *[accumulator] * chunks)
         release()
-        if ahead:
-            fetch(0, following, tile + (stages + 1) * job.splits, queue[stages + 1])
         fetch(1, slot, tile + stages * job.splits, queue[stages])
         acc = tuple(a * along_rows(shrink) + new for a, new in zip(acc, values, strict=True))
         state = acc, new_top, norm * shrink + gained
-        return tile + job.splits, item + 1, s, state, (*queue[1:], after[0]), after[1]
+        return tile + job.splits, item + 1, state, (*queue[1:], after[0]), after[1]
 
     start = (
         tuple(splat((ROWS, ROWS), 0.0, F32, WGMMA) for _ in range(chunks)),
@@ -404,16 +389,6 @@ def attend(
         splat((ROWS,), 0.0, F32, PER_ROW),
     )
     plgpu.barrier_wait(q_barrier)
-    s = None
-    if ahead:
-
-        @pl.when(job.split < end)
-        def _first_keys() -> None:
-            plgpu.barrier_wait(ring.barriers[0][0])
-
-        s = scores(0)
-        release()
-        fetch(0, 0, job.split + stages * job.splits, queue[stages])
-    carry = (job.split, jnp.int32(0), s, start, queue, bits)
-    _, _, _, (acc, top, norm), _, _ = lax.while_loop(lambda carry: carry[0] < end, step, carry)
+    carry = (job.split, jnp.int32(0), start, queue, bits)
+    _, _, (acc, top, norm), _, _ = lax.while_loop(lambda carry: carry[0] < end, step, carry)
     return list(acc), top * unit, norm

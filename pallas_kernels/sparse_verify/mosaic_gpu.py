@@ -73,7 +73,6 @@ def choose(
         nodes=nodes,
         group=schedule.group,
         dim=dim,
-        pieces=pieces,
         selected_tiles=batch * kv_heads * rows.tiles,
         dense_tiles=batch * kv_heads * rows.dense_tiles,
         lists=batch * kv_heads,

@@ -202,7 +202,6 @@ def attention(
         splits=(config.selected, config.window, *((config.compressed,) if compressed else ())),
         last=min(config.last or config.selected, config.selected),
         stages=config.stages,
-        ahead=config.ahead,
     )
     if sum(problem.splits) > LANES:
         raise ValueError(f"config: at most {LANES} splits of all branches, got {problem.splits}")

@@ -26,7 +26,6 @@ class Problem:
       splits: splits of each branch, in the order selected, window, compressed (absent without that branch).
       last: splits of the last selected tile, which may hold few nodes; at most as many as of the others.
       stages: key tiles in the ring.
-      ahead: whether a tile's scores are computed during the softmax of the tile before.
     """
 
     batch: int
@@ -43,7 +42,6 @@ class Problem:
     splits: tuple[int, ...]
     last: int
     stages: int
-    ahead: bool
 
     @property
     def chunks(self) -> int:

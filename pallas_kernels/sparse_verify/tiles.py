@@ -25,8 +25,8 @@ class TileConfig:
     Args:
       selected, window, compressed: splits of each branch's keys.
       last: selected splits of the last row tile, which may hold few nodes; 0 for as many as the others.
-      stages: key tiles in the shared-memory ring.
-      ahead: whether a tile's scores are computed during the softmax of the tile before.
+      stages: key tiles in the shared-memory ring. On an H200 two were faster than three even where a block has a
+        multiprocessor to itself (T = 1: 6.4 against 6.8 microseconds).
       dense_nodes: bound on the nodes of a dense row tile; None for as many as 64 rows hold.
     """
 
@@ -35,7 +35,6 @@ class TileConfig:
     compressed: int = 1
     last: int = 0
     stages: int = 2
-    ahead: bool = False
     dense_nodes: int | None = None
 
 
@@ -48,8 +47,6 @@ def heuristic(
     last_keys: int,
     window_keys: int,
     compressed_keys: int,
-    pieces: int = 1,
-    dim: int = 128,
     cores: int = CORES,
 ) -> TileConfig:
     """Splits for a workload without tuned values: those that an estimate finds fastest.
@@ -59,8 +56,6 @@ def heuristic(
       selected_tiles, dense_tiles: row tiles of the whole call.
       selected_keys, window_keys, compressed_keys: expected key tiles of a row tile in each branch.
       last_keys: the same for the last selected row tile of a KV head.
-      pieces: blocks in a key tile.
-      dim: head dim.
       cores: multiprocessors of the device.
     """
     branches = (
@@ -69,7 +64,7 @@ def heuristic(
         (dense_tiles, compressed_keys),
         (lists, last_keys),
     )
-    best: tuple[float, int, list[int]] | None = None
+    best: tuple[float, list[int]] | None = None
     for each in range(1, max(keys for _, keys in branches) + 1):  # key tiles that a thread block gets at most
         splits = [max(1, min(MAX_SPLITS, -(-keys // each))) for _, keys in branches]
         splits[0] = max(splits[0], splits[3])
@@ -84,12 +79,10 @@ def heuristic(
             longest = max(longest, sum(count * cost for count, cost in costs) / slots + longest / 2)
         estimate = longest + SPLIT_COST * sum(splits[:3])
         if best is None or estimate < best[0]:
-            best = estimate, blocks, splits
+            best = estimate, splits
     assert best is not None  # as one split each is always possible
-    _, blocks, splits = best
-    # Two blocks of 128-wide heads fit on a multiprocessor with two stages, not with three.
-    stages = 3 if pieces == 1 and (dim <= 64 or blocks <= cores) else 2
-    return TileConfig(selected=splits[0], window=splits[1], compressed=splits[2], last=splits[3], stages=stages)
+    splits = best[1]
+    return TileConfig(selected=splits[0], window=splits[1], compressed=splits[2], last=splits[3])
 
 
 @functools.cache
@@ -109,4 +102,4 @@ def choose(op: str, *, nodes: int, group: int, dim: int, device: str = "nvidia_h
     """
     keys = workload["selected_tiles"], workload["dense_tiles"], workload["compressed_keys"]
     entry = _tuned(device).get(op, {}).get(f"T{nodes} C{group} D{dim} " + " ".join(map(str, keys)))
-    return TileConfig(**entry) if entry else heuristic(dim=dim, **workload)
+    return TileConfig(**entry) if entry else heuristic(**workload)
