@@ -242,6 +242,13 @@ def _check_sizes(vocab: int, hidden: int, target: LlamaConfig) -> None:
             )
 
 
+def _draft_window(reader: _Fields) -> int | None:
+    window = (reader.mapping("eagle_config") or {}).get("draft_window")
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
+        raise reader.error(f"eagle3 draft_window must be an integer >= 1 or null, got {window!r}")
+    return window
+
+
 def parse_eagle3_config(
     path: Path,
     fields: Mapping[str, Any],
@@ -295,7 +302,7 @@ def parse_eagle3_config(
             mlp_bias=reader.boolean("mlp_bias"),
             own_embedding="embed_tokens.weight" in shapes,
             own_head="lm_head.weight" in shapes,
-            draft_window=(reader.mapping("eagle_config") or {}).get("draft_window"),
+            draft_window=_draft_window(reader),
         )
         check_against_target(config, target)
     except CheckpointError as error:
