@@ -12,18 +12,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .drafting.build import OwnHead, Platform, build_drafter, check_drafter, settle
+from .controller import Decision, Fixed, Observed, Pilot
+from .drafting.build import OwnHead, Platform, check_drafter, settle
 from .drafting.protocol import Params
 from .errors import ContextLengthError, UsageError
 from .loop import Decoding, init_state
 from .models.config import NSA_PRESETS, LlamaConfig, NSAConfig
 from .models.eagle3_config import TapConvention
-from .models.layer_plan import LayerPlan
 from .models.llama import build
 from .models.loading import Checkpoint, load, read_model_config
 from .models.sharding import make_mesh, param_sharding, state_sharding
 from .pallas_kernels import implementations
 from .pallas_kernels.dispatch import Implementation
+from .planning import (
+    PlanLog,
+    Planner,
+    ProfilePlanner,
+    build_lanes,
+    check_strategy,
+    fingerprint,
+    layer_plan,
+    planned_strategies,
+    read_planner,
+)
+from .profiles import Profile
 from .registry import DEFAULT_MODEL, resolve
 from .sampling import Sampling
 from .state import RUNNING, STOPPED, DecodeState, RoundStats
@@ -145,6 +157,8 @@ class Engine:
         dtype: Any = jnp.float32,
         strategy: Strategy | None = None,
         precision: PrecisionClass = PrecisionClass.LOSSLESS,
+        planner: Planner | Profile | str | Path | None = None,
+        explain: Callable[[Decision], None] | None = None,
         draft_model: str | Path | None = None,
         own_head: OwnHead | None = None,
         tap_convention: TapConvention | None = None,
@@ -163,10 +177,13 @@ class Engine:
           dtype: of parameters, activations and caches.
           strategy: how to draft and verify; by default `Strategy(draft="auto")`.
           precision: the deviation that is acceptable.
+          planner: a profile or its file: the strategy is chosen from it, and changed as the run shows what pays.
+          explain: called with every decision of a planner.
           draft_model: directory of the drafter's network, for drafters that have one.
           own_head: the model's own, for `auto` and for an `eagle3` that names no draft model.
           tap_convention: what its tap ids mean, where they are not the usual ones (`resolve_taps`).
-          implementation: of the attention ops, see `pallas_kernels.dispatch.run`.
+          implementation: of the attention ops, see `pallas_kernels.dispatch.run`; by default the fastest that takes
+            the shapes, and XLA on several devices.
           tensor: devices to spread heads, feed-forward and vocabulary over.
           notes: what to tell users about the weights.
           load_seconds: time already spent loading.
@@ -174,16 +191,25 @@ class Engine:
 
         Raises:
           UsageError: options that do not fit each other or the model.
+          ProfileError: a profile that cannot be read, or was measured for another model.
         """
         self.config, self.tokenizer, self.dtype = config, tokenizer, jnp.dtype(dtype)
         settled = settle(strategy, draft_model, own_head, _platform())
         self.strategy, self.drafter_reason, draft_model = settled.strategy, settled.reason, settled.draft_model
-        self.precision = self.strategy.precision
         self.notes, self.load_seconds = tuple(notes), load_seconds
         check_strategy(config, self.strategy, precision)
         check_drafter(self.strategy, config, draft_model, tap_convention)
         check_implementation(implementation)
-        self._implementation = implementation
+        self._allowed, self._explain = precision, explain
+        self._planner = read_planner(planner, strategy)
+        strategies = [self.strategy]
+        if self._planner is not None:
+            strategies = planned_strategies(self._planner, config, precision, draft_model, tap_convention)
+            self.strategy, self.drafter_reason = strategies[0], "planned"
+        # Planners may be refused for the weights as they were read, not as they are spread.
+        self.model_hash = None if self._planner is None else fingerprint(config, params, self.dtype)
+        # The GPU kernels are for one device; XLA spreads its own ops.
+        self._implementation = "xla" if implementation is None and tensor > 1 else implementation
         self._progress = progress
         mesh = None
         if tensor > 1:
@@ -197,9 +223,21 @@ class Engine:
                 for name, array in params.items()
             }
         self._graphdef, target = build(config, params, self.dtype)
-        self._drafter, draft = build_drafter(self.strategy, config, draft_model, self.dtype, params, tap_convention)
-        self._params = Params(target=target, draft=draft)
+        self.lanes = build_lanes(strategies, config, draft_model, self.dtype, params, tap_convention)
+        self.precision = self.lanes.precision
+        self._drafter = self.lanes.drafters[self.strategy.label]
+        self._params = Params(target=target, draft=self.lanes.draft)
+        self.head_hash = None if self._planner is None else fingerprint("head", self.lanes.draft, self.dtype)
+        if isinstance(self._planner, ProfilePlanner):
+            assert self.model_hash is not None
+            self.notes += self._planner.verify(
+                device=jax.devices()[0].device_kind,
+                dtype=self.dtype.name,
+                model_hash=self.model_hash,
+                head_hash=self.head_hash,
+            )
         self.variants = Variants(mesh)
+        self.rounds_per_call = _ROUNDS[_platform()]
 
     @classmethod
     def load(
@@ -239,6 +277,7 @@ class Engine:
         if dtype not in ("float32", "bfloat16"):
             raise UsageError(f"dtype must be float32 or bfloat16, got {dtype!r}")
         check_implementation(options.get("implementation"))
+        options["planner"] = read_planner(options.get("planner"), options.get("strategy"))
         where = resolve(model)
         nsa: NSAConfig | None | Literal["checkpoint"] = "checkpoint"
         if attention == "dense":
@@ -254,6 +293,9 @@ class Engine:
         settled = settle(options.get("strategy"), options.get("draft_model"), options["own_head"], _platform())
         check_strategy(config, settled.strategy, options.get("precision", PrecisionClass.LOSSLESS))
         check_drafter(settled.strategy, config, settled.draft_model, options.get("tap_convention"))
+        if options["planner"] is not None:
+            allowed = options.get("precision", PrecisionClass.LOSSLESS)
+            planned_strategies(options["planner"], config, allowed, settled.draft_model, options.get("tap_convention"))
 
         def loading(done: int, total: int) -> None:
             progress("load", done, total)
@@ -340,19 +382,20 @@ class Engine:
             )
         return ids
 
-    def _decoding(self, options: GenerationOptions) -> Decoding:
+    def _decoding(self, options: GenerationOptions, label: str) -> Decoding:
+        strategy, drafter = self.lanes.strategies[label], self.lanes.drafters[label]
         stop_ids = self.tokenizer.eos_ids if self.tokenizer and not options.ignore_eos else ()
         return Decoding(
             model=self._graphdef,
             config=self.config,
-            drafter=self._drafter,
+            drafter=drafter,
             sampling=options.sampling,
             stop_ids=tuple(stop_ids),
-            traversal=self.strategy.traversal,
-            group=self.strategy.group,
-            shared=self.precision is PrecisionClass.APPROX,
-            measure_overlap=self.config.nsa is not None and self._drafter.num_nodes > 1,
-            plan=layer_plan(self.config, self.strategy),
+            traversal=strategy.traversal,
+            group=strategy.group,
+            shared=strategy.precision is PrecisionClass.APPROX,
+            measure_overlap=self.config.nsa is not None and drafter.num_nodes > 1,
+            plan=layer_plan(self.config, strategy),
             implementation=self._implementation,
         )
 
@@ -360,8 +403,15 @@ class Engine:
         """A power of two that holds the tokens, or the whole context."""
         return min(max(_SMALLEST_CAPACITY, 1 << (tokens - 1).bit_length()), self.config.max_position)
 
-    def _stream(self, ids: list[int], options: GenerationOptions) -> Iterator[Chunk]:
-        decoding = self._decoding(options)
+    @property
+    def params(self) -> Params:
+        """Of target and drafter, as they lie on the devices."""
+        return self._params
+
+    def start(self, ids: Sequence[int], options: GenerationOptions) -> tuple[DecodeState, dict[str, Decoding]]:
+        """The state before prefill, and the static description of every strategy that can decode it."""
+        decodings = {label: self._decoding(options, label) for label in self.lanes.strategies}
+        decoding = decodings[self.lanes.base]
         capacity = self._capacity(len(ids) + options.max_new_tokens)
         width = 1 << (len(ids) - 1).bit_length()  # few shapes of the setup computation
         padded = np.zeros((1, min(width, capacity)), np.int32)
@@ -375,20 +425,30 @@ class Engine:
             capacity=capacity,
             dtype=self.dtype,
         )
+        state = dataclasses.replace(state, stats=RoundStats.zero(self.lanes.depth))
         if self.variants.mesh is not None:
             state = jax.device_put(state, state_sharding(self.variants.mesh, state))
+        return state, decodings
 
+    def _stream(self, ids: list[int], options: GenerationOptions) -> Iterator[Chunk]:
+        state, decodings = self.start(ids, options)
+        decoding = decodings[self.lanes.base]
         compiled_before = self.variants.compile_seconds
         sizes = prefill_sizes(len(ids))
-        rounds = _ROUNDS[_platform()]
+        rounds = self.rounds_per_call
         steps: dict[int, Callable[..., Any]] = {}
         jobs = sorted(set(sizes))
+        ahead = list(decodings) if self._planner is None or self._planner.compiles_ahead else []
+        total = len(jobs) + len(ahead)
         for done, size in enumerate(jobs):
-            self._progress("compile", done, len(jobs) + 1)
+            self._progress("compile", done, total)
             steps[size] = self.variants.prefill(decoding, self._params, state, size)
-        self._progress("compile", len(jobs), len(jobs) + 1)
-        decode = self.variants.decode(decoding, self._params, state, rounds)
-        self._progress("compile", len(jobs) + 1, len(jobs) + 1)
+        calls: dict[str, Callable[..., Any]] = {}
+        for done, label in enumerate(ahead, len(jobs)):
+            self._progress("compile", done, total)
+            calls[label] = self.variants.decode(decodings[label], self._params, state, rounds)
+        self._progress("compile", total, total)
+        pilot = self._pilot(options)
 
         began = time.perf_counter()
         done = 0
@@ -405,13 +465,32 @@ class Engine:
         yield Chunk(text=scanner.push(tokens), tokens=tuple(tokens))
         began = time.perf_counter()
         decode_seconds = 0.0
+        log = PlanLog(self._explain)
         while int(state.status[0]) == RUNNING and not scanner.stopped:
-            state, out = decode(self._params, state)
-            out = jax.device_get(out)  # one transfer a call
+            decision = pilot.decide(len(ids) + len(tokens))
+            if decision.label not in calls:
+                decode_seconds = time.perf_counter() - began
+                decoding = decodings[decision.label]
+                calls[decision.label] = self.variants.decode(decoding, self._params, state, rounds)
+                began = time.perf_counter() - decode_seconds
+            state, out = calls[decision.label](self._params, state)
+            sums = (state.stats.overlap, state.stats.overlap_count) if self._planner else (0.0, 0.0)
+            out, sums = jax.device_get((out, sums))  # one transfer a call
             new = out.tokens[0, : int(out.count[0])].tolist()
-            decode_seconds = time.perf_counter() - began
-            tokens += new
+            spent, decode_seconds = decode_seconds, time.perf_counter() - began
             happened = out.emitted[0] > 0
+            if self._planner is not None:
+                log.add(decision, *map(float, sums))
+                pilot.observe(
+                    Observed(
+                        label=decision.label,
+                        context=decision.context,
+                        accepted=out.accepted[0][happened].tolist(),
+                        seconds=decode_seconds - spent,
+                        overlap=log.overlap,
+                    )
+                )
+            tokens += new
             for name in trace:
                 trace[name] += getattr(out, name)[0][happened].tolist()
             self._progress("decode", len(tokens), options.max_new_tokens)
@@ -434,8 +513,15 @@ class Engine:
                 "decode": decode_seconds,
             },
             decode_tok_s=(len(tokens) - 1) / decode_seconds if decode_seconds else 0.0,
-            stats=self._stats(state.stats) | {"per_round": trace},
+            stats=self._stats(state.stats)
+            | {"per_round": trace}
+            | ({"planner": log.summary()} if self._planner else {}),
         )
+
+    def _pilot(self, options: GenerationOptions) -> Pilot:
+        if self._planner is None:
+            return Fixed(self.strategy.label)
+        return self._planner.pilot(tuple(self.lanes.strategies), self._allowed, options.sampling.greedy)
 
     def _stats(self, stats: RoundStats) -> dict[str, Any]:
         host = jax.device_get(stats)
@@ -478,39 +564,6 @@ def _untrained_plan(checkpoint: Checkpoint, strategy: Strategy) -> tuple[str, ..
         return ()
     plans = ", ".join(str(interval) for interval in trained)
     return (f"the weights were trained for layer plans refresh-every={plans}, not for the one asked for",)
-
-
-def check_strategy(config: LlamaConfig, strategy: Strategy, allowed: PrecisionClass) -> None:
-    """Refuses a strategy that the model or the user's precision class does not admit.
-
-    Raises:
-      UsageError: says what to change.
-    """
-    if config.nsa is None and (strategy.group > 1 or strategy.reuses):
-        raise UsageError(
-            "grouping and layer plans are about selected blocks, and this model's attention is dense: "
-            "drop them, or run sparse attention"
-        )
-    if strategy.refresh_every > config.num_layers:
-        raise UsageError(
-            f"layer plan: refresh-every={strategy.refresh_every} exceeds the model's {config.num_layers} layers"
-        )
-    try:
-        layer_plan(config, strategy)
-        strategy.check(allowed)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-
-
-def layer_plan(config: LlamaConfig, strategy: Strategy) -> LayerPlan:
-    """The strategy's plan for this model.
-
-    Raises:
-      ValueError: a layer that the model does not have.
-    """
-    if strategy.refresh_layers is not None:
-        return LayerPlan.at(config.num_layers, strategy.refresh_layers)
-    return LayerPlan.every(config.num_layers, strategy.refresh_every)
 
 
 def check_implementation(implementation: Implementation) -> None:

@@ -124,7 +124,19 @@ def parser() -> argparse.ArgumentParser:
     spec.add_argument("--grouping", choices=["exact", "shared"], default="exact")
     spec.add_argument("--layer-plan", type=_layer_plan, default={}, metavar="refresh-every=N")
     spec.add_argument("--precision", choices=["lossless", "strict", "approx"], default="lossless")
+    spec.add_argument(
+        "--strategy",
+        default="auto",
+        metavar="auto|LABEL",
+        help="all of the above but the head in one word, e.g. none, ngram:7x1x8, eagle3:5x8x32+dfs+group4",
+    )
+    spec.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="a profile (python -m ssv_jax.profile) that chooses the strategy",
+    )
     report = p.add_argument_group("output")
+    report.add_argument("--explain", action="store_true", help="say on stderr which strategy runs, when and why")
     report.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     report.add_argument("--quiet", action="store_true", help="no progress on stderr")
     return p
@@ -245,7 +257,7 @@ def _load(args: argparse.Namespace, progress: _Progress) -> Engine:
 
     try:
         nsa = None if args.nsa_config is None else nsa_from_json(args.nsa_config)
-        strategy = Strategy(
+        asked = Strategy(
             draft=args.draft,
             tree=TreeSpec(**args.tree) if args.tree else None,
             traversal=args.traversal,
@@ -254,6 +266,11 @@ def _load(args: argparse.Namespace, progress: _Progress) -> Engine:
             **args.layer_plan,
             draft_window=args.draft_window,
         )
+        strategy = asked
+        if args.strategy != "auto":
+            if asked != Strategy(draft="auto"):
+                raise UsageError("--strategy says all about the strategy: drop it, or the other speculation options")
+            strategy = Strategy.parse(args.strategy)
         strategy.check(PrecisionClass(args.precision))
     except ValueError as error:
         raise UsageError(str(error)) from None
@@ -265,6 +282,8 @@ def _load(args: argparse.Namespace, progress: _Progress) -> Engine:
         progress=progress,
         strategy=strategy,
         precision=PrecisionClass(args.precision),
+        planner=args.profile,
+        explain=(lambda decision: print(f"plan: {decision}", file=sys.stderr, flush=True)) if args.explain else None,
         draft_model=args.draft_model,
         tap_convention=args.tap_convention,
         implementation=args.implementation,
@@ -312,6 +331,8 @@ def _generate(args: argparse.Namespace) -> None:
     engine = _load(args, progress)
     for note in engine.notes:
         progress.say(f"note: {note}")
+    if args.explain and args.profile is None:
+        print(f"plan: {engine.strategy.label} throughout: {engine.drafter_reason}", file=sys.stderr, flush=True)
     if kind == "chat":
         turns = [
             {"role": "user" if turn % 2 == 0 else "assistant", "content": text} for turn, text in enumerate(content)

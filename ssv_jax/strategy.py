@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Literal
+import re
+from typing import Any, Literal
 
 
 class PrecisionClass(enum.Enum):
@@ -66,6 +67,15 @@ class TreeSpec:
 DRAFTERS = ("none", "ngram", "eagle3")
 AUTO = "auto"  # the engine decides, see `drafting.build.settle`
 DEFAULT_TREES = {"ngram": TreeSpec(depth=7, topk=1, nodes=8), "eagle3": TreeSpec(depth=6, topk=8, nodes=32)}
+
+
+_TREE_LABEL = re.compile(r"(\d+)x(\d+)x(\d+)")
+_PART_LABELS = {
+    "group": re.compile(r"group(\d+)"),
+    "refresh_every": re.compile(r"refresh(\d+)"),
+    "refresh_layers": re.compile(r"layers(\d+(?:\.\d+)*)"),
+    "draft_window": re.compile(r"window(\d+)"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +146,70 @@ class Strategy:
         if self.grouping == "shared" and self.group > 1:
             return PrecisionClass.APPROX
         return PrecisionClass.STRICT if self.reuses else PrecisionClass.LOSSLESS
+
+    @property
+    def plan(self) -> tuple[int, tuple[int, ...] | None]:
+        """The layer plan. Strategies that one run may mix have equal ones: it decides what the cache holds."""
+        return self.refresh_every, self.refresh_layers
+
+    @property
+    def label(self) -> str:
+        """A short name that says everything, e.g. `eagle3:5x8x32+dfs+group4`; `parse` reads it back."""
+        size = self.size
+        parts = [self.draft + (f":{size.depth}x{size.topk}x{size.nodes}" if size else "")]
+        if self.traversal != "bfs":
+            parts.append(self.traversal)
+        if self.group != 1:
+            parts.append(f"group{self.group}")
+        if self.grouping != "exact":
+            parts.append(self.grouping)
+        if self.refresh_every != 1:
+            parts.append(f"refresh{self.refresh_every}")
+        if self.refresh_layers is not None:
+            parts.append("layers" + ".".join(str(layer) for layer in self.refresh_layers))
+        if self.draft_window is not None:
+            parts.append(f"window{self.draft_window}")
+        return "+".join(parts)
+
+    @classmethod
+    def parse(cls, label: str) -> Strategy:
+        """The strategy of a label.
+
+        A label reads `DRAFTER[:DEPTHxTOPKxNODES]`, then any of `+dfs`, `+groupN`, `+shared`, `+refreshN`,
+        `+layers0.4.9`, `+windowN`.
+
+        Raises:
+          ValueError: a label of another form, or a strategy that cannot be.
+        """
+        head, *parts = label.strip().split("+")
+        draft, _, tree = head.partition(":")
+        fields: dict[str, Any] = {"draft": draft}
+        refusal = ValueError(
+            f"strategy {label!r} must read DRAFTER[:DEPTHxTOPKxNODES] and any of +dfs, +groupN, +shared, +refreshN, "
+            "+layers0.4.9, +windowN; e.g. none, ngram:7x1x8, eagle3:5x8x32+dfs+group4"
+        )
+        if tree:
+            match = _TREE_LABEL.fullmatch(tree)
+            if match is None:
+                raise refusal
+            depth, topk, nodes = (int(number) for number in match.groups())
+            fields["tree"] = TreeSpec(depth=depth, topk=topk, nodes=nodes)
+        for part in parts:
+            if part in ("bfs", "dfs"):
+                name, value = "traversal", part
+            elif part in ("exact", "shared"):
+                name, value = "grouping", part
+            else:
+                found = [(name, match) for name, form in _PART_LABELS.items() if (match := form.fullmatch(part))]
+                if not found:
+                    raise refusal
+                name, match = found[0]
+                numbers = tuple(int(number) for number in match[1].split("."))
+                value = numbers if name == "refresh_layers" else numbers[0]
+            if name in fields:
+                raise ValueError(f"strategy {label!r} says {name.replace('_', '-')} twice: drop one")
+            fields[name] = value
+        return cls(**fields)
 
     @property
     def reuses(self) -> bool:
