@@ -249,6 +249,10 @@ def _train(args: argparse.Namespace) -> None:
 
     say = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     where = resolve(args.model)
+    if where.kind == "delta":
+        raise UsageError(
+            f"--model {args.model}: is a delta; name the dense model under it, and --start to go on from it"
+        )
     config = read_model_config(where.path, nsa=None)
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}

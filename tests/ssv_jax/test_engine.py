@@ -194,7 +194,7 @@ def test_without_a_tokenizer_ids_work_and_text_does_not(tmp_path):
         ),
         ({"strategy": Strategy(refresh_every=3), "precision": PrecisionClass.STRICT}, "exceeds the model's 2 layers"),
         ({"strategy": Strategy(draft="eagle3")}, "needs a draft model"),
-        ({"draft_model": "somewhere"}, "has no network"),
+        ({"draft_model": "somewhere", "strategy": Strategy(draft="ngram")}, "has no network"),
         ({"attention": "dense", "nsa_config": CONFIG.nsa}, "exclude each other"),
         ({"dtype": "float64"}, "dtype must be"),
         ({"tensor": 64}, "needs 64 devices"),
@@ -209,7 +209,7 @@ def test_bad_engines_are_refused(directory, options, message):
 def test_bad_strategies_are_refused():
     """Trees and groups that cannot exist."""
     for options, message in (
-        ({"draft": "medusa"}, "known: none, ngram, eagle3"),
+        ({"draft": "medusa"}, "known: auto, none, ngram, eagle3"),
         ({"group": 0}, "group must be"),
         ({"refresh_every": 0}, "refresh-every must be >= 1"),
         ({"tree": TreeSpec(depth=2, topk=1, nodes=3)}, "needs a drafter"),

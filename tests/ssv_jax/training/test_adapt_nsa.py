@@ -63,6 +63,8 @@ def test_adapts_and_the_result_runs(material: tuple[Path, Path], tmp_path: Path,
     engine = Engine.load(out / "delta")
     assert engine.config.nsa is not None
     assert len(engine.generate("the cat", max_new_tokens=5).tokens) == 5
+    assert adapt_nsa.main([*command(material, tmp_path / "again"), "--model", str(out / "delta")]) == 2
+    assert "is a delta" in capsys.readouterr().err
 
 
 def test_a_stopped_run_goes_on_to_the_same_end(material: tuple[Path, Path], tmp_path: Path) -> None:
