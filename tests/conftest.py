@@ -50,6 +50,9 @@ def _register_dataclass_unchecked(original):
     return register
 
 
+# Commands run in the test process turn the persistent cache on for good; writing to it after hundreds of
+# compilations in one process crashed jaxlib 0.12.0 once.
+jax.config.update("jax_enable_compilation_cache", False)
 # Both before anything imports the package. `test_typing_canary.py` shows that they work.
 jax.tree_util.register_dataclass = _register_dataclass_unchecked(jax.tree_util.register_dataclass)
 # Plain `beartype.beartype`: with a parameterised checker and several packages the hook silently does nothing.
