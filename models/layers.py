@@ -92,6 +92,13 @@ class Projection(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
+def rms_norm(x: Float[Array, "... E"], scale: Float[Array, " E"], eps: float) -> Float[Array, "... E"]:
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32, returned in the input's dtype."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square norm over the last axis, computed in float32."""
 
@@ -100,10 +107,8 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((size,), dtype))
 
     def __call__(self, x: Float[Array, "... E"]) -> Float[Array, "... E"]:
-        """x / sqrt(mean(x^2) + eps) * scale, in the input's dtype."""
-        x32 = x.astype(jnp.float32)
-        normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
-        return (normed * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+        """See `rms_norm`."""
+        return rms_norm(x, self.scale[...], self.eps)
 
 
 class SwiGLU(nnx.Module):

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ..models.config import LlamaConfig
@@ -139,8 +138,3 @@ def _compare_logits(
 
     sums, _ = jax.lax.scan(part, jnp.zeros(3), (cut(teacher), cut(student), cut(following), cut(counted)))
     return sums[0], sums[1], sums[2]
-
-
-def cast(params: Stacked, dtype: DTypeLike) -> Stacked:
-    """Floating-point parameters in another dtype."""
-    return {name: value.astype(dtype) for name, value in params.items()}

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..models.attention import DenseAttention
 from ..models.config import LlamaConfig
-from ..models.layers import rope_angles, rotate
+from ..models.layers import rms_norm, rope_angles, rotate
 from ..models.llama import DecoderLayer, fill_state, param_shapes
 from ..models.nsa import NSAttention
 
@@ -101,14 +101,20 @@ def stack_params(config: LlamaConfig, params: Mapping[str, Any], dtype: DTypeLik
 
 def unstack_params(config: LlamaConfig, stacked: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The inverse of `stack_params`, on the host."""
-    params: dict[str, np.ndarray] = {}
+    params = split_layers(stacked)
+    return {name: params[name] for name in param_shapes(config)}
+
+
+def split_layers(stacked: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Any values by stacked name as rows by flat name, on the host."""
+    rows: dict[str, np.ndarray] = {}
     for name, value in stacked.items():
         if not name.startswith("layers/"):
-            params[name] = np.asarray(value)
+            rows[name] = np.asarray(value)
             continue
-        for i, row in enumerate(np.asarray(value)):
-            params[f"layers/{i}/{name.removeprefix('layers/')}"] = row
-    return {name: params[name] for name in param_shapes(config)}
+        for layer, row in enumerate(np.asarray(value)):
+            rows[f"layers/{layer}/{name.removeprefix('layers/')}"] = row
+    return rows
 
 
 def hidden_states(
@@ -194,11 +200,8 @@ def _run(
     first = x
     (x, _), (streams, selections, losses) = jax.lax.scan(layer_step, (x, selected), (layers, refresh))
     taps = tuple(first if tap == 0 else streams[tap - 1] for tap in options.taps)
-    x32 = x.astype(jnp.float32)
-    scale = stacked["norm/scale"].astype(jnp.float32)
-    final = (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + config.rms_eps) * scale).astype(dtype)
     return Hidden(
-        final=final,
+        final=rms_norm(x, stacked["norm/scale"], config.rms_eps),
         taps=taps,
         streams=streams if options.streams else None,
         selected=selections,
@@ -224,7 +227,7 @@ def _dense_attention(attn: DenseAttention, x: Array, cos: Array, sin: Array) -> 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(spec: str, a: Array, b: Array) -> Array:
+def product(spec: str, a: Array, b: Array) -> Array:
     """A batched product with a float32 result, whose gradient is again a product of the operands' dtype."""
     return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32, precision=_precision(a))
 
@@ -233,17 +236,17 @@ def _precision(a: Array) -> jax.lax.Precision | None:
     return jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
 
 
-def _product_forward(spec: str, a: Array, b: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _product(spec, a, b), (a, b)
+def _forward_rule(spec: str, a: Array, b: Array) -> tuple[Array, tuple[Array, Array]]:
+    return product(spec, a, b), (a, b)
 
 
-def _product_backward(spec: str, operands: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+def _backward_rule(spec: str, operands: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
     # JAX's own rule would multiply float32 by bfloat16, for which no tensor core exists.
     a, b = operands
     return jax.vjp(lambda a, b: jnp.einsum(spec, a, b, precision=_precision(a)), a, b)[1](g.astype(a.dtype))
 
 
-_product.defvjp(_product_forward, _product_backward)
+product.defvjp(_forward_rule, _backward_rule)
 
 
 def _attend(scores: Array, v: Array, visible: Array) -> tuple[Array, Array]:
@@ -252,7 +255,7 @@ def _attend(scores: Array, v: Array, visible: Array) -> tuple[Array, Array]:
     `visible` broadcasts against the scores; a row that sees nothing gives a mean, which the caller discards.
     """
     p = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1)
-    return _product("bkcgn,bknd->bkcgd", p.astype(v.dtype), v), p
+    return product("bkcgn,bknd->bkcgd", p.astype(v.dtype), v), p
 
 
 def _compress(attn: NSAttention, raw_k: Array, v: Array, config: LlamaConfig) -> tuple[Array, Array]:
@@ -370,7 +373,7 @@ def _sparse_attention(
         cut = lambda y, length=size: jax.lax.dynamic_slice_in_dim(y, start, length, 2)  # noqa: E731
         low = lambda y: y.astype(q.dtype)  # noqa: E731
         q_tile, gate = cut(q), cut(gates)
-        score = lambda y: _product("bkcgd,bknd->bkcgn", q_tile, low(y)) * attn.scale  # noqa: E731
+        score = lambda y: product("bkcgd,bknd->bkcgn", q_tile, low(y)) * attn.scale  # noqa: E731
         position = start + jnp.arange(size)
         if k_cmp.shape[2]:
             seen = entry_end <= position[:, None]

@@ -16,17 +16,10 @@ import numpy as np
 from jaxtyping import Array
 
 from ..models.config import LlamaConfig
+from ..models.delta import LORA_A, LORA_B, matrix_shape
 from .forward import Stacked, layer_names
 
-A, B = ".lora_a", ".lora_b"
-# Leading axes of a kernel that are its input; the rest are its output.
-_INPUT_AXES: Mapping[str, int] = {
-    "attn/qkv/kernel": 1,
-    "attn/o/kernel": 3,
-    "mlp/gate_up/kernel": 1,
-    "mlp/down/kernel": 1,
-}
-TARGETS = tuple(_INPUT_AXES)
+TARGETS = ("attn/qkv/kernel", "attn/o/kernel", "mlp/gate_up/kernel", "mlp/down/kernel")
 
 
 def init_trained(config: LlamaConfig, rank: int, gate_bias: tuple[float, float, float], seed: int) -> Stacked:
@@ -58,12 +51,11 @@ def init_trained(config: LlamaConfig, rank: int, gate_bias: tuple[float, float, 
             value = np.zeros(full, np.float32)
         elif name.startswith("attn/compress_"):
             value = _average(config, name, full, rng)
-        elif name in _INPUT_AXES and rank:
-            inputs = math.prod(shape[: _INPUT_AXES[name]])
-            outputs = math.prod(shape) // inputs
+        elif name in TARGETS and rank:
+            inputs, outputs = matrix_shape(name, shape)
             draw = rng.standard_normal((layers, inputs, rank), np.float32) / math.sqrt(inputs)
-            trained[f"layers/{name}{A}"] = jnp.asarray(draw)
-            trained[f"layers/{name}{B}"] = jnp.zeros((layers, rank, outputs), jnp.float32)
+            trained[f"layers/{name}{LORA_A}"] = jnp.asarray(draw)
+            trained[f"layers/{name}{LORA_B}"] = jnp.zeros((layers, rank, outputs), jnp.float32)
         if value is not None:
             trained[f"layers/{name}"] = jnp.asarray(value)
     return trained
@@ -94,11 +86,11 @@ def merge(base: Mapping[str, Array], trained: Mapping[str, Array], scale: float)
     dtype = base["embed/embedding"].dtype
     merged = {name: value for name, value in base.items() if name not in trained}
     for name, value in trained.items():
-        if name.endswith(A):
-            matrix = name.removesuffix(A)
-            delta = jnp.einsum("lir,lro->lio", value, trained[f"{matrix}{B}"], precision=jax.lax.Precision.HIGHEST)
+        if name.endswith(LORA_A):
+            matrix = name.removesuffix(LORA_A)
+            delta = jnp.einsum("lir,lro->lio", value, trained[f"{matrix}{LORA_B}"], precision=jax.lax.Precision.HIGHEST)
             weight = base[matrix].astype(jnp.float32) + scale * delta.reshape(base[matrix].shape)
             merged[matrix] = weight.astype(dtype)
-        elif not name.endswith(B):
+        elif not name.endswith(LORA_B):
             merged[name] = value.astype(dtype)
     return merged

@@ -13,7 +13,14 @@ from ssv_jax.models.config import LlamaConfig, NSAConfig
 from ssv_jax.models.layer_plan import LayerPlan
 from ssv_jax.models.llama import PassOptions, build, param_shapes, random_params
 from ssv_jax.pallas_kernels import chain
-from ssv_jax.training.forward import SequenceOptions, hidden_states, logits_of, stack_params, unstack_params
+from ssv_jax.training.forward import (
+    SequenceOptions,
+    _selection_loss,
+    hidden_states,
+    logits_of,
+    stack_params,
+    unstack_params,
+)
 
 NSA = NSAConfig(
     cmp_fn="weighted",
@@ -143,3 +150,37 @@ def test_stacking_is_undone() -> None:
     assert list(back) == list(param_shapes(CONFIG))
     for name, value in params.items():
         np.testing.assert_array_equal(back[name], value)
+
+
+def plain_selection_loss(block_scores: np.ndarray, scores: np.ndarray, position: np.ndarray) -> float:
+    """The definition, one query and KV head at a time, in float64."""
+    total = 0.0
+    for b, k, c in np.ndindex(block_scores.shape[:3]):
+        at, blocks = int(position[c]), block_scores.shape[-1]
+        full = np.zeros(blocks * NSA.block_size)
+        for head in scores[b, k, c].astype(np.float64):
+            weights = np.exp(head[: at + 1] - head[: at + 1].max())
+            full[: at + 1] += weights / weights.sum() / scores.shape[3]
+        mass = full.reshape(blocks, NSA.block_size).sum(-1)
+        own = at // NSA.block_size
+        free = [j for j in range(own + 1) if j >= NSA.init_blocks and j <= own - NSA.local_blocks]
+        if free:
+            wanted, got = mass[free] / mass[free].sum(), block_scores[b, k, c, free] / block_scores[b, k, c, free].sum()
+            total += mass[free].sum() * (wanted * np.log(wanted / got)).sum()
+    return total
+
+
+def test_selection_loss_follows_its_definition() -> None:
+    rng, position = np.random.default_rng(7), np.array([0, 15, 47, 64, 90, 95])
+    scores = rng.standard_normal((2, 2, 6, 3, 96)).astype(np.float32) * 2
+    block_scores = rng.random((2, 2, 6, 6)).astype(np.float32) + 0.1
+    got = _selection_loss(jnp.asarray(block_scores), jnp.asarray(scores), jnp.asarray(position), CONFIG)
+    np.testing.assert_allclose(got, plain_selection_loss(block_scores, scores, position), rtol=1e-4)
+
+
+def test_selection_loss_trains_the_compressor_and_no_key() -> None:
+    scores = jax.random.normal(jax.random.key(8), (1, 2, 4, 3, 96))
+    block_scores, position = jax.random.uniform(jax.random.key(9), (1, 2, 4, 6)) + 0.1, jnp.array([60, 70, 80, 95])
+    wrt_blocks, wrt_keys = jax.grad(_selection_loss, argnums=(0, 1))(block_scores, scores, position, CONFIG)
+    assert float(jnp.abs(wrt_blocks).max()) > 1e-3
+    assert not np.asarray(wrt_keys).any()
