@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import logging
 import os
@@ -12,19 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .command import Parser, Progress, enable_compilation_cache, out_of_memory, usable_streams, versions
 from .errors import ContextLengthError, UsageError
 
 if TYPE_CHECKING:
     from .engine import Engine, Generation
 
 _DESCRIPTION = "Generate text with a Llama or Native-Sparse-Attention model in JAX."
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports usage errors in one line, exit status 2."""
-
-    def error(self, message: str) -> Any:
-        self.exit(2, f"error: {message} (see --help)\n")
 
 
 def _token_ids(text: str) -> list[int]:
@@ -69,7 +62,7 @@ def _layer_plan(text: str) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    p = _Parser(prog="python -m ssv_jax.generate", description=_DESCRIPTION, allow_abbrev=False)
+    p = Parser(prog="python -m ssv_jax.generate", description=_DESCRIPTION, allow_abbrev=False)
     p.add_argument("stdin", nargs="?", choices=["-"], help="read the prompt from standard input")
     p.add_argument("--list-models", action="store_true", help="list known model names and exit")
     source = p.add_argument_group("prompt (exactly one)")
@@ -142,34 +135,6 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-class _Progress:
-    """One line per phase on stderr, rewritten in place on a terminal."""
-
-    def __init__(self, stream: Any, enabled: bool) -> None:
-        self._stream, self._enabled = stream, enabled
-        self._terminal = stream.isatty()
-        self._stage = ""
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if not self._enabled or stage == "decode":
-            return
-        if self._terminal:
-            start = "\r" if stage == self._stage else ""
-            self._stream.write(f"{start}{stage} {done}/{total}" + ("\n" if done == total else ""))
-        elif done == total or stage == "compile":  # few steps, each of many seconds
-            self._stream.write(f"{stage} {done}/{total}\n")
-        elif stage != self._stage:
-            self._stream.write(f"{stage} ...\n")
-        self._stage = "" if done == total else stage
-        self._stream.flush()
-
-    def say(self, text: str) -> None:
-        """One whole line."""
-        if self._enabled:
-            self._stream.write(f"{text}\n")
-            self._stream.flush()
-
-
 def _check_text(args: argparse.Namespace) -> None:
     """Bytes of the command line that are not UTF-8 arrive as lone surrogates, which no tokenizer takes."""
     for name, values in (("--prompt", [args.prompt]), ("--chat", args.chat), ("--stop", args.stop)):
@@ -226,30 +191,7 @@ def _read_prompt(args: argparse.Namespace) -> tuple[str, Any]:
     return "text", text
 
 
-def _enable_compilation_cache() -> None:
-    """Keeps compiled code between runs, so that a second start is fast."""
-    import jax
-
-    if jax.config.jax_compilation_cache_dir is None:
-        root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(Path(root) / "ssv-jax" / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def _versions() -> dict[str, str]:
-    import importlib.metadata
-
-    names = ("ssv-jax", "jax", "jaxlib", "flax", "numpy")
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def _load(args: argparse.Namespace, progress: _Progress) -> Engine:
+def _load(args: argparse.Namespace, progress: Progress) -> Engine:
     from .engine import Engine, parse_mesh
     from .models.config import nsa_from_json
     from .registry import DEFAULT_MODEL
@@ -307,14 +249,14 @@ def _report(engine: Engine, result: Generation) -> dict[str, Any]:
         "attention": "dense" if engine.config.nsa is None else "nsa",
         **result.stats,
         "notes": list(engine.notes),
-        "versions": _versions(),
+        "versions": versions(),
     }
 
 
 def _generate(args: argparse.Namespace) -> None:
     from .engine import GenerationOptions
 
-    progress = _Progress(sys.stderr, enabled=not args.quiet)
+    progress = Progress(sys.stderr, enabled=not args.quiet)
     options = {
         "max_new_tokens": args.max_new_tokens,
         "temperature": args.temperature,
@@ -327,7 +269,7 @@ def _generate(args: argparse.Namespace) -> None:
     GenerationOptions(**options)
     _check_text(args)
     kind, content = _read_prompt(args)
-    _enable_compilation_cache()
+    enable_compilation_cache()
     engine = _load(args, progress)
     for note in engine.notes:
         progress.say(f"note: {note}")
@@ -362,22 +304,9 @@ def _generate(args: argparse.Namespace) -> None:
     )
 
 
-def _usable_streams() -> None:
-    """Closed standard streams become empty ones; text that the terminal's encoding lacks is replaced, not fatal."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-
-
-def _out_of_memory(error: Exception) -> bool:
-    return type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 2 for usage errors, 1 for what cannot be read or run."""
-    _usable_streams()
+    usable_streams()
     args = parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -410,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except RuntimeError as error:
-        if not _out_of_memory(error):
+        if not out_of_memory(error):
             raise
         print("error: out of memory: use a shorter prompt, fewer new tokens or a smaller tree", file=sys.stderr)
         return 1

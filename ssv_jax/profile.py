@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .command import Parser, Progress, enable_compilation_cache, usable_streams, versions
 from .errors import UsageError
-from .generate import _enable_compilation_cache, _Parser, _Progress, _usable_streams, _versions
 from .profiles import Entry, Profile, ProfileError, Provenance, RoundCost
 
 DEFAULT_STRATEGIES = ("ngram", "eagle3")
@@ -27,7 +27,7 @@ DEFAULT_STRATEGIES = ("ngram", "eagle3")
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    p = _Parser(prog="python -m ssv_jax.profile", description="Measure strategies for --profile.", allow_abbrev=False)
+    p = Parser(prog="python -m ssv_jax.profile", description="Measure strategies for --profile.", allow_abbrev=False)
     p.add_argument("--model", metavar="NAME_OR_PATH", help="as for generate")
     p.add_argument("--out", required=True, type=Path, metavar="FILE", help="the profile; continued if it exists")
     p.add_argument("--prompts", required=True, type=Path, metavar="FILE", help='JSON lines with "turns" or "prompt"')
@@ -89,7 +89,7 @@ def _contexts(text: str) -> tuple[int, ...]:
 class _Job:
     """The measurements that are left, and how long they will take."""
 
-    def __init__(self, profile: Profile, prompts: int, progress: _Progress) -> None:
+    def __init__(self, profile: Profile, prompts: int, progress: Progress) -> None:
         self._progress = progress
         costs = sum(len(profile.contexts) - len(entry.costs) for entry in profile.entries)
         texts = sum(prompts - entry.acceptance.prompts for entry in profile.entries if entry.max_depth)
@@ -141,8 +141,8 @@ def _measure(args: argparse.Namespace) -> None:
             raise ValueError("auto is no strategy to measure: name its drafter")
     except ValueError as error:
         raise UsageError(str(error)) from None
-    progress = _Progress(sys.stderr, enabled=not args.quiet)
-    _enable_compilation_cache()
+    progress = Progress(sys.stderr, enabled=not args.quiet)
+    enable_compilation_cache()
     manual = Manual(strategies)
     engine = Engine.load(
         model,
@@ -173,7 +173,7 @@ def _measure(args: argparse.Namespace) -> None:
         seed=args.seed,
         max_new_tokens=args.max_new_tokens,
         prompts_hash=hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16],
-        versions=_versions(),
+        versions=versions(),
     )
     depths = {label: drafter.max_depth for label, drafter in engine.lanes.drafters.items()}
     profile = _start(about, contexts, depths, strategies, known, args.out)
@@ -345,7 +345,7 @@ def _show(profile: Profile) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 2 for usage errors, 1 for what cannot be read or run."""
-    _usable_streams()
+    usable_streams()
     args = parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:

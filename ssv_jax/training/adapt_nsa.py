@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..command import Parser, run_resumable
 from ..errors import UsageError
 from .schedule import Phase, parse_phase
 
@@ -25,14 +26,9 @@ _GATE_BIAS = (-4.0, 2.2, -2.2)  # selected blocks alone, with the window slightl
 _DEFAULT_NSA = '{"cmp_fn": "weighted", "cmp_pe": "kv", "gate_bias": true}'
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        self.exit(2, f"error: {message} (see --help)\n")
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    p = _Parser(
+    p = Parser(
         prog="python -m ssv_jax.training.adapt_nsa",
         description="Adapt a dense Llama to Native Sparse Attention by matching its own predictions on text. "
         "Gates and compressors are new, the base gets low-rank deltas. Kill it at any time: the same command resumes.",
@@ -317,17 +313,11 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _write(args: argparse.Namespace, trainer: _Trainer, base: Path, stored: Stacked) -> None:
-    import numpy as np
-
     from ..models.delta import DeltaBase, save_delta, weights_sha256
     from ..registry import MODELS
+    from .forward import split_layers
 
     _, student = _configs(args, trainer.base_config, 1)
-    arrays = {
-        f"layers/{layer}/{name.removeprefix('layers/')}": row
-        for name, value in stored.items()
-        for layer, row in enumerate(np.asarray(value))
-    }
     phases = [dataclasses.asdict(phase) for phase in args.phase]
     save_delta(
         args.out / "delta",
@@ -336,7 +326,7 @@ def _write(args: argparse.Namespace, trainer: _Trainer, base: Path, stored: Stac
         ),
         base_config=trainer.base_config,
         config=student,
-        arrays=arrays,
+        arrays=split_layers(stored),
         lora_scale=args.lora_scale,
         refresh_intervals=sorted(k for k, chance in args.refresh_intervals.items() if chance > 0),
         training={"phases": phases, "learning_rate": args.lr, "rank": args.rank, "seed": args.seed},
@@ -393,21 +383,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     args = parser().parse_args(argv)
     args.phase = args.phase or [Phase(length=2048, batch=8, steps=200)]
-    from ..models.errors import CheckpointError
 
-    try:
+    def work() -> None:
         _check(args)
         _train(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (CheckpointError, FileNotFoundError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nstopped; the same command resumes from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+
+    return run_resumable(work, remains="from the last checkpoint", smaller="a smaller batch or shorter sequences")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..command import Parser, run_resumable
 from ..drafting.none import NoDrafter
 from ..drafting.protocol import Params
 from ..errors import UsageError
@@ -30,7 +31,7 @@ from ..models.config import LlamaConfig
 from ..models.errors import CheckpointError
 from ..models.layer_plan import LayerPlan
 from ..models.llama import build
-from ..pallas_kernels import UnsupportedKernelError, implementations
+from ..pallas_kernels import implementations
 from ..pallas_kernels.dispatch import Implementation
 from ..sampling import Sampling
 from ..state import RUNNING
@@ -356,13 +357,6 @@ def random_slices(
     return slices
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports usage errors in one line, exit status 2."""
-
-    def error(self, message: str) -> Any:
-        self.exit(2, f"error: {message} (see --help)\n")
-
-
 def _numbers(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
@@ -392,7 +386,7 @@ def _part(text: str) -> tuple[int, int]:
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    p = _Parser(
+    p = Parser(
         prog="python -m ssv_jax.training.self_generate",
         description="Let a model answer prompts or continue texts, as training data for its drafter.",
         allow_abbrev=False,
@@ -488,23 +482,11 @@ def _generate(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; exit status 2 for usage errors, 1 for files and data that cannot be used."""
     args = parser().parse_args(argv)
-    try:
-        _generate(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (CheckpointError, DataError, OSError, UnsupportedKernelError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on with the batches that are missing", file=sys.stderr)
-        return 130
-    except RuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        print("error: out of memory: use a smaller --batch, shorter texts or fewer new tokens", file=sys.stderr)
-        return 1
-    return 0
+    return run_resumable(
+        lambda: _generate(args),
+        remains="with the batches that are missing",
+        smaller="a smaller --batch, shorter texts or fewer new tokens",
+    )
 
 
 if __name__ == "__main__":

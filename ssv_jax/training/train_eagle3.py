@@ -24,6 +24,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from ..command import Parser, run_resumable
 from ..errors import UsageError
 from ..models import eagle3
 from ..models.config import LlamaConfig
@@ -38,7 +39,7 @@ from .eagle3_loss import Sums, Teacher, TrainingTest, draft_first, training_test
 from .forward import SequenceOptions, hidden_states, stack_params
 from .runs import Run
 from .schedule import Phase, adamw, learning_rate, parse_phase, phase_at, tokens_before, total_steps
-from .tokens import DataError, Mixture, TokenSet, read_data
+from .tokens import Mixture, TokenSet, read_data
 
 _HEAD, _REPORT = "head", "report.json"
 # Not trained: the vocabulary map, and the output matrix where it is the target's.
@@ -375,13 +376,6 @@ def load_target(name: str, dtype: str | None) -> Target:
     return Target(config=checkpoint.config, params=checkpoint.params, tokenizer=tokenizer, source=name)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports usage errors in one line, exit status 2."""
-
-    def error(self, message: str) -> Any:
-        self.exit(2, f"error: {message} (see --help)\n")
-
-
 def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
@@ -391,7 +385,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    p = _Parser(
+    p = Parser(
         prog="python -m ssv_jax.training.train_eagle3",
         description="Train an EAGLE-3 draft head. The same command resumes a run that was stopped.",
         allow_abbrev=False,
@@ -499,23 +493,11 @@ def _train(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; exit status 2 for usage errors, 1 for files and data that cannot be used."""
     args = parser().parse_args(argv)
-    try:
-        _train(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (CheckpointError, DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    except RuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        print("error: out of memory: use a smaller batch, shorter sequences or --ttt-steps", file=sys.stderr)
-        return 1
-    return 0
+    return run_resumable(
+        lambda: _train(args),
+        remains="from the last checkpoint",
+        smaller="a smaller batch, shorter sequences or fewer --ttt-steps",
+    )
 
 
 if __name__ == "__main__":

@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 
 from ssv_jax.generate import main
+from tests.ssv_jax import commands
 from tests.ssv_jax.tiny import CONFIG, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+pytestmark = pytest.mark.usefixtures("cache_home")
 
 
 @pytest.fixture(scope="module")
@@ -21,24 +25,8 @@ def directory(tmp_path_factory):
     return str(write_checkpoint(tmp_path_factory.mktemp("model") / "nsa"))
 
 
-@pytest.fixture(autouse=True)
-def cache_home(tmp_path_factory, monkeypatch):
-    """Compiled code of tests stays out of the user's cache."""
-    import jax
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-
-
 def run(capsys, *argv: str) -> tuple[int, str, str]:
-    try:
-        status = main(argv)
-    except SystemExit as end:  # argparse
-        status = end.code
-    out = capsys.readouterr()
-    assert "Traceback" not in out.err
-    return status, out.out, out.err
+    return commands.run(main, capsys, *argv)
 
 
 def test_json_has_the_documented_fields(capsys, directory):

@@ -8,7 +8,10 @@ import pytest
 
 from ssv_jax import generate, profile
 from ssv_jax.profiles import Profile
+from tests.ssv_jax.commands import run
 from tests.ssv_jax.tiny import write_checkpoint
+
+pytestmark = pytest.mark.usefixtures("cache_home")
 
 
 @pytest.fixture(scope="module")
@@ -16,31 +19,11 @@ def directory(tmp_path_factory):
     return str(write_checkpoint(tmp_path_factory.mktemp("model") / "nsa"))
 
 
-@pytest.fixture(autouse=True)
-def cache_home(tmp_path_factory, monkeypatch):
-    """Compiled code of tests stays out of the user's cache."""
-    import jax
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-
-
 @pytest.fixture
 def prompts(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(json.dumps({"turns": [text]}) for text in ("abc abc abc", "say it again")))
     return str(file)
-
-
-def run(main, capsys, *argv: str) -> tuple[int, str, str]:
-    try:
-        status = main(argv)
-    except SystemExit as end:  # argparse
-        status = end.code
-    out = capsys.readouterr()
-    assert "Traceback" not in out.err
-    return status, out.out, out.err
 
 
 def test_a_profile_is_measured_resumed_and_used(capsys, directory, prompts, tmp_path):
