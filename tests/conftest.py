@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 
 import jax
@@ -50,8 +51,7 @@ def _register_dataclass_unchecked(original):
     return register
 
 
-# Commands run in the test process turn the persistent cache on for good; writing to it after hundreds of
-# compilations in one process crashed jaxlib 0.12.0 once.
+# Commands run in the test process turn the persistent cache on for good.
 jax.config.update("jax_enable_compilation_cache", False)
 # Both before anything imports the package. `test_typing_canary.py` shows that they work.
 jax.tree_util.register_dataclass = _register_dataclass_unchecked(jax.tree_util.register_dataclass)
@@ -66,6 +66,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         skip = pytest.mark.skip(reason=f"needs an NVIDIA GPU; JAX runs on {jax.default_backend()} here")
         for item in gpu_items:
             item.add_marker(skip)
+
+
+_MANY_MAPS = 15_000
+
+
+def _memory_maps() -> int:
+    """Number of memory maps of this process; 0 where the kernel does not tell."""
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            return sum(1 for _ in maps)
+    except OSError:
+        return 0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_memory_maps():
+    """Drop compiled programs between files before the process has too many.
+
+    Each takes several memory maps, and Linux allows 65,530 a process: beyond that, compiling aborts the process.
+    """
+    yield
+    if _memory_maps() > _MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
