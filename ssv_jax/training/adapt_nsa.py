@@ -64,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--lora-scale", type=float, default=1.0, help="factor of the low-rank deltas")
     p.add_argument("--stream-weight", type=float, default=1.0, help="of the match of residual streams")
     p.add_argument("--selection-weight", type=float, default=0.1, help="of the match of block scores to full attention")
+    p.add_argument("--selection-every", type=int, default=1, metavar="N", help="match those of each N-th query")
     p.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     p.add_argument("--warmup", type=int, default=20, help="steps")
     p.add_argument("--weight-decay", type=float, default=0.0)
@@ -138,9 +139,13 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("rank", "warmup", "seed"):
         if getattr(args, name) < 0:
             raise UsageError(f"--{name.replace('_', '-')} must be >= 0, got {getattr(args, name)}")
-    for name in ("save_every", "log_every", "eval_rows", "chunk", "segments"):
+    for name in ("save_every", "log_every", "eval_rows", "chunk", "segments", "selection_every"):
         if getattr(args, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(args, name)}")
+    if args.chunk % args.selection_every:
+        raise UsageError(
+            f"--chunk {args.chunk} must be a multiple of --selection-every {args.selection_every}: change either"
+        )
     for name in ("lr", "clip"):
         if not 0 < getattr(args, name) < float("inf"):
             raise UsageError(f"--{name} must be a positive number, got {getattr(args, name)}")
@@ -200,6 +205,7 @@ class _Trainer:
 
     def recipe(self, length: int) -> Distillation:
         from .distill import Distillation
+        from .sparse import SparseOptions
 
         teacher, student = _configs(self.args, self.base_config, length)
         return Distillation(
@@ -208,8 +214,9 @@ class _Trainer:
             scale=self.args.lora_scale,
             stream_weight=self.args.stream_weight,
             selection_weight=self.args.selection_weight,
-            chunk=self.args.chunk,
-            segments=self.args.segments,
+            sparse=SparseOptions(
+                chunk=self.args.chunk, segments=self.args.segments, selection_every=self.args.selection_every
+            ),
         )
 
     def place(self, rows: np.ndarray) -> Any:

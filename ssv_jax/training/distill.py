@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from ..models.config import LlamaConfig
 from .forward import SequenceOptions, Stacked, hidden_states, logits_of
 from .lora import merge
+from .sparse import SparseOptions
 
 _LOGIT_ROWS = 4096  # rows whose logits exist at a time
 
@@ -26,7 +27,7 @@ class Distillation:
       scale: of the low-rank deltas.
       stream_weight: weight of the mean cosine distance between residual streams after every layer.
       selection_weight: weight of the selection loss (`forward.Hidden`), mean over layers.
-      chunk, segments: tiles of sparse attention, see `forward.SequenceOptions`.
+      sparse: how sparse attention is computed; its `selection_loss` follows the weight.
     """
 
     teacher: LlamaConfig
@@ -34,8 +35,7 @@ class Distillation:
     scale: float
     stream_weight: float
     selection_weight: float = 0.0
-    chunk: int = 128
-    segments: int = 4
+    sparse: SparseOptions = SparseOptions()
 
 
 @jax.tree_util.register_dataclass
@@ -79,13 +79,11 @@ def match(
       refresh: layers that select blocks.
       remat: see `forward.SequenceOptions`.
     """
-    options = SequenceOptions(
-        streams=recipe.stream_weight > 0, remat=remat, chunk=recipe.chunk, segments=recipe.segments
-    )
+    sparse = dataclasses.replace(recipe.sparse, selection_loss=recipe.selection_weight > 0)
+    options = SequenceOptions(**dataclasses.asdict(sparse), streams=recipe.stream_weight > 0, remat=remat)
     teacher = hidden_states(recipe.teacher, base, tokens, options=dataclasses.replace(options, remat=False))
     teacher = jax.lax.stop_gradient(teacher)
     merged = merge(base, trained, recipe.scale)
-    options = dataclasses.replace(options, selection_loss=recipe.selection_weight > 0)
     student = hidden_states(recipe.student, merged, tokens, refresh, options)
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
     counted = jnp.pad(targets[:, 1:], ((0, 0), (0, 1)))

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..models.eagle3 import DraftLayer, Eagle3
 from ..models.layers import rope_angles, rotate
-from .forward import product
+from .sparse import product
 
 _SEGMENTS = 4  # runs of queries that read keys up to their own end only
 # Float32 numbers in one block of logits (512 MiB).

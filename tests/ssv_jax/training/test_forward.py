@@ -15,12 +15,12 @@ from ssv_jax.models.llama import PassOptions, build, param_shapes, random_params
 from ssv_jax.pallas_kernels import chain
 from ssv_jax.training.forward import (
     SequenceOptions,
-    _selection_loss,
     hidden_states,
     logits_of,
     stack_params,
     unstack_params,
 )
+from ssv_jax.training.sparse import selection_loss
 
 NSA = NSAConfig(
     cmp_fn="weighted",
@@ -83,14 +83,15 @@ VARIANTS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("library", [False, True], ids=["tiles", "library"])
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("plan", [(True, True, True), (True, False, False)], ids=["refresh", "reuse"])
-def test_logits_and_taps_are_those_of_the_decoder(name: str, plan: tuple[bool, ...]) -> None:
+def test_logits_and_taps_are_those_of_the_decoder(name: str, plan: tuple[bool, ...], library: bool) -> None:
     config = VARIANTS[name]
     params, tokens = large_params(config, 1), tokens_of(101)
     want, want_taps = decoder_logits(config, params, tokens, plan, taps=(0, 2, 3))
     stacked = stack_params(config, params)
-    options = SequenceOptions(taps=(0, 2, 3), chunk=16, segments=3)
+    options = SequenceOptions(taps=(0, 2, 3), chunk=16, segments=3, library=library)
     hidden = sequence_pass(config, stacked, tokens, jnp.array(plan), options)
     assert float(jnp.abs(want).max()) > 1
     np.testing.assert_allclose(logits_of(config, stacked, hidden.final), want, atol=1e-4)
@@ -98,14 +99,14 @@ def test_logits_and_taps_are_those_of_the_decoder(name: str, plan: tuple[bool, .
         np.testing.assert_allclose(got, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("library", [False, True], ids=["tiles", "library"])
 @pytest.mark.parametrize("length", [1, 7, 16, 33])
-def test_every_length(length: int) -> None:
+def test_every_length(length: int, library: bool) -> None:
     params, tokens = large_params(CONFIG, 2), tokens_of(length)
     want, _ = decoder_logits(CONFIG, params, tokens, (True, False, True))
     stacked = stack_params(CONFIG, params)
-    hidden = sequence_pass(
-        CONFIG, stacked, tokens, jnp.array([True, False, True]), SequenceOptions(chunk=12, segments=2)
-    )
+    options = SequenceOptions(chunk=12, segments=2, library=library)
+    hidden = sequence_pass(CONFIG, stacked, tokens, jnp.array([True, False, True]), options)
     np.testing.assert_allclose(logits_of(CONFIG, stacked, hidden.final), want, atol=1e-4)
 
 
@@ -124,8 +125,8 @@ def test_a_reuse_layer_reads_other_blocks_than_a_refresh_layer() -> None:
     assert (fresh.sum(-1) == np.minimum(4, position // 16 + 1)).all()
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_gradients_are_those_of_the_decoder(remat: bool) -> None:
+@pytest.mark.parametrize(("remat", "library"), [(False, False), (True, False), (True, True)])
+def test_gradients_are_those_of_the_decoder(remat: bool, library: bool) -> None:
     params, tokens = large_params(CONFIG, 4), tokens_of(70, batch=1)
     plan, weight = (True, False, True), jax.random.normal(jax.random.key(5), (1, 70, CONFIG.vocab_size))
 
@@ -133,7 +134,8 @@ def test_gradients_are_those_of_the_decoder(remat: bool) -> None:
         return (decoder_logits(CONFIG, params, tokens, plan)[0] * weight).sum()
 
     def through_scan(stacked: dict) -> jax.Array:
-        hidden = hidden_states(CONFIG, stacked, tokens, jnp.array(plan), SequenceOptions(chunk=32, remat=remat))
+        options = SequenceOptions(chunk=32, remat=remat, library=library)
+        hidden = hidden_states(CONFIG, stacked, tokens, jnp.array(plan), options)
         return (logits_of(CONFIG, stacked, hidden.final) * weight).sum()
 
     want = jax.jit(jax.grad(through_decoder))(params)
@@ -174,13 +176,38 @@ def test_selection_loss_follows_its_definition() -> None:
     rng, position = np.random.default_rng(7), np.array([0, 15, 47, 64, 90, 95])
     scores = rng.standard_normal((2, 2, 6, 3, 96)).astype(np.float32) * 2
     block_scores = rng.random((2, 2, 6, 6)).astype(np.float32) + 0.1
-    got = _selection_loss(jnp.asarray(block_scores), jnp.asarray(scores), jnp.asarray(position), CONFIG)
+    got = selection_loss(jnp.asarray(block_scores), jnp.asarray(scores), jnp.asarray(position), CONFIG)
     np.testing.assert_allclose(got, plain_selection_loss(block_scores, scores, position), rtol=1e-4)
 
 
 def test_selection_loss_trains_the_compressor_and_no_key() -> None:
     scores = jax.random.normal(jax.random.key(8), (1, 2, 4, 3, 96))
     block_scores, position = jax.random.uniform(jax.random.key(9), (1, 2, 4, 6)) + 0.1, jnp.array([60, 70, 80, 95])
-    wrt_blocks, wrt_keys = jax.grad(_selection_loss, argnums=(0, 1))(block_scores, scores, position, CONFIG)
+    wrt_blocks, wrt_keys = jax.grad(selection_loss, argnums=(0, 1))(block_scores, scores, position, CONFIG)
     assert float(jnp.abs(wrt_blocks).max()) > 1e-3
     assert not np.asarray(wrt_keys).any()
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_selection_loss_of_some_queries_is_the_same_by_tiles_and_by_library(every: int) -> None:
+    params, tokens = stack_params(CONFIG, large_params(CONFIG, 10)), tokens_of(100)
+    plan = jnp.ones(3, bool)
+
+    def loss(params: dict, library: bool, chunk: int) -> jax.Array:
+        options = SequenceOptions(selection_loss=True, selection_every=every, chunk=chunk, segments=2, library=library)
+        found = hidden_states(CONFIG, params, tokens, plan, options).selection_loss
+        assert found is not None
+        return found.sum()
+
+    run = jax.jit(jax.value_and_grad(loss), static_argnums=(1, 2))
+    (want, want_grads), (got, got_grads) = run(params, False, 24), run(params, True, 30)
+    assert float(want) > 1e-3
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    for name, value in want_grads.items():
+        np.testing.assert_allclose(got_grads[name], value, atol=1e-4 * float(jnp.abs(value).max() + 1), err_msg=name)
+
+
+def test_tiles_hold_whole_strides_of_compared_queries() -> None:
+    options = SequenceOptions(selection_loss=True, selection_every=3, chunk=32)
+    with pytest.raises(ValueError, match="chunk must be a multiple of selection_every"):
+        hidden_states(CONFIG, stack_params(CONFIG, random_params(CONFIG)), tokens_of(40), None, options)
