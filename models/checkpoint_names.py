@@ -69,7 +69,8 @@ HF = Naming(
 
 Learned compressors are bare parameters: `compress_key` and `compress_value` are `[K, l]` (weighted) or
 `[K, l * D, D]` (linear, rows `m * D + d`). The perceptron has four tensors each, `.w1 [K, l * D, Dh]`, `.b1
-[K, Dh]`, `.w2 [K, Dh, D]` and `.b2 [K, D]`. Position embeddings `[K, l, D]` are `intra_block_pe` for keys and
+[K, Dh]`, `.w2 [K, Dh, D]` and `.b2 [K, D]`. The pooled one has `[K, l]` and, with P pools, `.pool_query [K, D,
+P]`, `.pool_bias [K, l, P]` and `.pool_mix [K, P, D]`. Position embeddings `[K, l, D]` are `intra_block_pe` for keys and
 `intra_block_pe_value` for values.
 """
 
@@ -245,7 +246,7 @@ def _nsa_layout(config: LlamaConfig, nsa: NSAConfig, roles: Mapping[str, str]) -
         ("compress_v", "pe_v", nsa.cmp_pe == "kv"),
     ):
         parts: dict[str, tuple[str, tuple[int, ...]]] = {}
-        if nsa.cmp_fn == "weighted":
+        if nsa.cmp_fn in ("weighted", "pooled"):
             parts["weight"] = (roles[part], (k, length))
         elif nsa.cmp_fn == "linear":
             parts["weight"] = (roles[part], (k, length * d, d))
@@ -254,6 +255,10 @@ def _nsa_layout(config: LlamaConfig, nsa: NSAConfig, roles: Mapping[str, str]) -
             parts["b1"] = (roles[part] + ".b1", (k, d))
             parts["w2"] = (roles[part] + ".w2", (k, d, d))
             parts["b2"] = (roles[part] + ".b2", (k, d))
+        if nsa.cmp_fn == "pooled":
+            parts["pool_query"] = (roles[part] + ".pool_query", (k, d, nsa.cmp_pools))
+            parts["pool_bias"] = (roles[part] + ".pool_bias", (k, length, nsa.cmp_pools))
+            parts["pool_mix"] = (roles[part] + ".pool_mix", (k, nsa.cmp_pools, d))
         if with_pe:
             parts["pe"] = (roles[pe], (k, length, d))
         for name, (tensor, shape) in parts.items():

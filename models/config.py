@@ -49,7 +49,7 @@ class RopeConfig:
 
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "cmp_fn": ("mean", "weighted", "linear", "mlp"),
+        "cmp_fn": ("mean", "weighted", "linear", "mlp", "pooled"),
         "cmp_pe": ("none", "k", "kv"),
         # "none" would also need an unrotated query for the compressed branch; no known weights use it.
         "cmp_rope": ("post", "pre"),
@@ -67,7 +67,7 @@ _FIXED: Mapping[str, str] = MappingProxyType(
     }
 )
 _LARGEST = 1 << 30  # positions are int32, and sums of two of these must be
-_POSITIVE = ("kernel_size", "kernel_stride", "block_size", "n_selected", "window_keys")
+_POSITIVE = ("kernel_size", "kernel_stride", "block_size", "n_selected", "window_keys", "cmp_pools")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,10 @@ class NSAConfig:
 
     Args:
       cmp_fn: how a compression block of `kernel_size` rows becomes one entry: average, learned position
-        weights, one linear map of the flattened rows, or a two-layer perceptron of them.
+        weights, one linear map of the flattened rows, a two-layer perceptron of them, or position weights plus
+        attention pooling (of this project): rows weighted by a softmax of learned scores, so that one
+        telling row is not averaged away.
+      cmp_pools: attention pools of `pooled`.
       cmp_pe: learned position embedding inside a compression block, added to no rows, to keys, or to keys
         and values.
       cmp_rope: rotary embedding of compressed keys: `post` compresses unrotated keys, then rotates the entry
@@ -96,7 +99,8 @@ class NSAConfig:
       ValueError: an unknown, unsupported or inconsistent value; the message names the field and the remedy.
     """
 
-    cmp_fn: Literal["mean", "weighted", "linear", "mlp"] = "mean"
+    cmp_fn: Literal["mean", "weighted", "linear", "mlp", "pooled"] = "mean"
+    cmp_pools: int = 4
     cmp_pe: Literal["none", "k", "kv"] = "none"
     cmp_rope: Literal["post", "pre"] = "post"
     kernel_size: int = 32

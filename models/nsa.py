@@ -37,13 +37,17 @@ class Compressor(nnx.Module):
 
         if positions:
             self.pe = draw(heads, size, dim)
-        if self.function == "weighted":
+        if self.function in ("weighted", "pooled"):
             self.weight = nnx.Param(jnp.full((heads, size), 1 / size, dtype))
         elif self.function == "linear":
             self.weight = draw(heads, size, dim, dim)
         elif self.function == "mlp":
             self.w1, self.b1 = draw(heads, size, dim, dim), nnx.Param(jnp.zeros((heads, dim), dtype))
             self.w2, self.b2 = draw(heads, dim, dim), nnx.Param(jnp.zeros((heads, dim), dtype))
+        if self.function == "pooled":
+            pools = config.nsa.cmp_pools
+            self.pool_query, self.pool_bias = draw(heads, dim, pools), draw(heads, size, pools)
+            self.pool_mix = draw(heads, pools, dim)
         self.positions = positions
 
     def __call__(self, rows: Float[Array, "B K M l D"]) -> Float[Array, "B K M D"]:
@@ -53,7 +57,7 @@ class Compressor(nnx.Module):
             x = x + self.pe[...].astype(jnp.float32)[None, :, None]
         if self.function == "mean":
             y = x.mean(3)
-        elif self.function == "weighted":
+        elif self.function in ("weighted", "pooled"):
             y = jnp.einsum("bkmld,kl->bkmd", x, self.weight[...].astype(jnp.float32))
         elif self.function == "linear":
             y = jnp.einsum("bkmld,klde->bkme", x, self.weight[...].astype(jnp.float32))
@@ -61,6 +65,10 @@ class Compressor(nnx.Module):
             w1, b1, w2, b2 = (p[...].astype(jnp.float32) for p in (self.w1, self.b1, self.w2, self.b2))
             hidden = jnp.einsum("bkmld,klde->bkme", x, w1) + b1[None, :, None]
             y = jnp.einsum("bkmd,kde->bkme", jax.nn.gelu(hidden, approximate=False), w2) + b2[None, :, None]
+        if self.function == "pooled":
+            query, bias, mix = (p[...].astype(jnp.float32) for p in (self.pool_query, self.pool_bias, self.pool_mix))
+            share = jax.nn.softmax(jnp.einsum("bkmld,kdp->bkmlp", x, query) + bias[None, :, None], axis=3)
+            y = y + jnp.einsum("bkmpd,kpd->bkmd", jnp.einsum("bkmlp,bkmld->bkmpd", share, x), mix)
         return y.astype(rows.dtype)
 
 

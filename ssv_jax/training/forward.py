@@ -7,7 +7,7 @@ attention is in `sparse`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -107,6 +107,32 @@ def split_layers(stacked: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return rows
 
 
+def layer_builder(config: LlamaConfig, dtype: DTypeLike) -> Callable[[Mapping[str, Array]], DecoderLayer]:
+    """A function from one layer's parameters, by `layer_names`, to the layer."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: DecoderLayer(config, dtype=dtype, rngs=nnx.Rngs(0))), nnx.Param)
+    return lambda params: nnx.merge(graphdef, fill_state(state, params))
+
+
+def layer_output(
+    layer: DecoderLayer,
+    x: Float[Array, "B S E"],
+    cos: Float[Array, "S R"],
+    sin: Float[Array, "S R"],
+    is_refresh: Bool[Array, ""],
+    selected: Bool[Array, "B K S N"] | None,
+    options: SequenceOptions,
+) -> tuple[Float[Array, "B S E"], Bool[Array, "B K S N"] | None, Float[Array, ""] | None]:
+    """The residual stream after a layer, the blocks that its queries read, and its selection loss, if asked for."""
+    normed, loss = layer.attn_norm(x), None
+    if isinstance(layer.attn, NSAttention):
+        assert selected is not None
+        out, selected, loss = sparse_attention(layer.attn, normed, cos, sin, is_refresh, selected, options)
+    else:
+        out = _dense_attention(layer.attn, normed, cos, sin)
+    x = x + layer.attn.o(checkpoint_name(out, _KEPT))
+    return x + layer.mlp(layer.mlp_norm(x)), selected, loss
+
+
 def hidden_states(
     config: LlamaConfig,
     stacked: Mapping[str, Array],
@@ -152,8 +178,7 @@ def _run(
     embedding = stacked["embed/embedding"]
     dtype = embedding.dtype
     batch, length = tokens.shape
-    names = layer_names(config)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: DecoderLayer(config, dtype=dtype, rngs=nnx.Rngs(0))), nnx.Param)
+    build = layer_builder(config, dtype)
     cos, sin = rope_angles(jnp.arange(length), config.head_dim, config.rope)
     if refresh is None:
         refresh = jnp.ones((config.num_layers,), bool)
@@ -161,15 +186,8 @@ def _run(
     def layer_step(carry: tuple[Array, Array | None], xs: tuple[dict[str, Array], Array]) -> tuple[Any, Any]:
         x, selected = carry
         params, is_refresh = xs
-        layer = nnx.merge(graphdef, fill_state(state, params))
-        normed = layer.attn_norm(x)
-        if isinstance(layer.attn, NSAttention):
-            assert selected is not None
-            out, selected, loss = sparse_attention(layer.attn, normed, cos, sin, is_refresh, selected, options)
-        else:
-            out, loss = _dense_attention(layer.attn, normed, cos, sin), None
-        x = x + layer.attn.o(checkpoint_name(out, _KEPT))
-        x = x + layer.mlp(layer.mlp_norm(x))
+        layer = build(params)
+        x, selected, loss = layer_output(layer, x, cos, sin, is_refresh, selected, options)
         keep_stream = options.streams or bool(options.taps)
         return (x, selected), (x if keep_stream else None, selected if options.selected else None, loss)
 
@@ -186,7 +204,7 @@ def _run(
     if config.nsa is not None:
         blocks = -(-length // config.nsa.block_size)
         selected = jnp.zeros((batch, config.num_kv_heads, length, blocks), bool)
-    layers = {name: stacked[f"layers/{name}"] for name in names}
+    layers = {name: stacked[f"layers/{name}"] for name in layer_names(config)}
     first = x
     (x, _), (streams, selections, losses) = jax.lax.scan(layer_step, (x, selected), (layers, refresh))
     taps = tuple(first if tap == 0 else streams[tap - 1] for tap in options.taps)

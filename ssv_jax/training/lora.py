@@ -66,7 +66,9 @@ def _average(config: LlamaConfig, name: str, shape: tuple[int, ...], rng: np.ran
     assert config.nsa is not None
     rows, dim = config.nsa.kernel_size, config.head_dim
     last = name.rsplit("/", 1)[-1]
-    if last == "weight" and config.nsa.cmp_fn == "weighted":
+    if last in ("pool_bias", "pool_mix"):
+        return np.zeros(shape, np.float32)
+    if last == "weight" and config.nsa.cmp_fn in ("weighted", "pooled"):
         return np.full(shape, 1 / rows, np.float32)
     if last == "weight":  # [L, K, l, D, D]
         return np.broadcast_to(np.eye(dim, dtype=np.float32) / rows, shape)

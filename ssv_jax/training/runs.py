@@ -41,9 +41,7 @@ class Run:
 
         self.directory = Path(directory).absolute()
         self.total_steps = total_steps
-        wanted = check_folder(self.directory, settings)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        _write_atomically(self.directory / _SETTINGS, json.dumps(wanted, indent=2) + "\n")
+        start_folder(self.directory, settings)
         self._ocp = ocp
         self._manager = ocp.CheckpointManager(
             self.directory / _CHECKPOINTS,
@@ -156,6 +154,18 @@ def check_folder(directory: str | os.PathLike[str], settings: Mapping[str, Any])
             "use them again, or give a new folder"
         )
     return wanted
+
+
+def start_folder(directory: str | os.PathLike[str], settings: Mapping[str, Any]) -> None:
+    """Makes a run's folder and writes its settings, which a resumed run must have too.
+
+    Raises:
+      UsageError: as `Run`.
+    """
+    folder = Path(directory).absolute()
+    wanted = check_folder(folder, settings)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_atomically(folder / _SETTINGS, json.dumps(wanted, indent=2) + "\n")
 
 
 def ocp_shape(x: jax.Array) -> jax.ShapeDtypeStruct:

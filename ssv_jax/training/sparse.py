@@ -55,21 +55,18 @@ def rotated(attn: DenseAttention | NSAttention, x: Array, cos: Array, sin: Array
     return q, k, rotate(k, cos[:, None], sin[:, None]), v
 
 
-def _attend(scores: Array, v: Array, visible: Array) -> tuple[Array, Array]:
-    """Output [B, K, C, G, D] in float32 and probabilities [B, K, C, G, N] of a tile.
-
-    `visible` broadcasts against the scores; a row that sees nothing gives a mean, which the caller discards.
-    """
+def _attend(scores: Array, v: Array, visible: Array) -> Array:
+    """Output [B, K, C, G, D] of a tile in float32; `visible` broadcasts against the scores [B, K, C, G, N]."""
     p = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1)
-    return product("bkcgn,bknd->bkcgd", p.astype(v.dtype), v), p
+    return product("bkcgn,bknd->bkcgd", p.astype(v.dtype), v)
 
 
-def _compress(attn: NSAttention, raw_k: Array, v: Array, config: LlamaConfig) -> tuple[Array, Array]:
+def compress(attn: NSAttention, raw_k: Array, v: Array) -> tuple[Array, Array]:
     """All entries of the sequence, [B, K, M, D] keys (rotated) and values, from [B, K, S, D].
 
     Padded with entries that end beyond the sequence: products of an odd width are slow.
     """
-    nsa = config.nsa
+    config, nsa = attn.config, attn.config.nsa
     assert nsa is not None
     stride, parts = nsa.kernel_stride, nsa.kernel_size // nsa.kernel_stride
     pieces = raw_k.shape[2] // stride
@@ -119,7 +116,27 @@ def _choose(scores: Array, position: Array, config: LlamaConfig) -> Array:
     return (chosen[..., None] == jnp.arange(blocks)).any(-2) & candidate
 
 
-def selection_loss(block_scores: Array, scores: Array, position: Array, config: LlamaConfig) -> Array:
+def attention_mass(scores: Array, position: Array, blocks: int, config: LlamaConfig) -> Array:
+    """The mass that full attention puts on every block, mean over heads, [B, K, C, N]; no gradient flows into it.
+
+    Args:
+      scores: of single keys, scaled, [B, K, C, G, S].
+      position: of the C queries.
+      blocks: N.
+      config: the model.
+    """
+    nsa = config.nsa
+    assert nsa is not None
+    keys = scores.shape[-1]
+    causal = (jnp.arange(keys) <= position[:, None])[:, None]
+    full = jax.nn.softmax(jnp.where(causal, jax.lax.stop_gradient(scores), -1e30), axis=-1)
+    near = -(-keys // nsa.block_size)
+    full = jnp.pad(full, [(0, 0)] * 4 + [(0, near * nsa.block_size - keys)])
+    mass = full.reshape(*full.shape[:-1], near, nsa.block_size).sum(-1).mean(3)  # [B, K, C, near]
+    return jnp.pad(mass, [(0, 0)] * 3 + [(0, blocks - near)])
+
+
+def selection_loss(block_scores: Array, mass: Array, position: Array, config: LlamaConfig) -> Array:
     """How far block scores are from the mass that full attention puts on the blocks, summed over queries.
 
     Cross-entropy less entropy between both as distributions over the blocks that are not forced, weighted by the
@@ -128,20 +145,11 @@ def selection_loss(block_scores: Array, scores: Array, position: Array, config: 
 
     Args:
       block_scores: [B, K, C, N].
-      scores: of single keys, scaled, [B, K, C, G, S]; no gradient flows into them.
+      mass: of the same blocks, see `attention_mass`.
       position: of the C queries.
       config: the model.
     """
-    nsa = config.nsa
-    assert nsa is not None
-    blocks, keys = block_scores.shape[-1], scores.shape[-1]
-    causal = (jnp.arange(keys) <= position[:, None])[:, None]
-    full = jax.nn.softmax(jnp.where(causal, jax.lax.stop_gradient(scores), -1e30), axis=-1)
-    near = -(-keys // nsa.block_size)
-    full = jnp.pad(full, [(0, 0)] * 4 + [(0, near * nsa.block_size - keys)])
-    mass = full.reshape(*full.shape[:-1], near, nsa.block_size).sum(-1).mean(3)  # [B, K, C, near]
-    mass = jnp.pad(mass, [(0, 0)] * 3 + [(0, blocks - near)])
-    candidate, forced = _candidates(position, blocks, config)
+    candidate, forced = _candidates(position, block_scores.shape[-1], config)
     free = candidate & ~forced
     mass = jnp.where(free, mass, 0.0)
     share = mass.sum(-1, keepdims=True)
@@ -186,26 +194,48 @@ def _rows(attn: NSAttention, x: Array, cos: Array, sin: Array) -> _Rows:
     nsa = attn.config.nsa
     assert nsa is not None
     q, raw, k, v = (jnp.moveaxis(y, 1, 2) for y in rotated(attn, x, cos, sin))
-    k_cmp, v_cmp = _compress(attn, k if nsa.cmp_rope == "pre" else raw, v, attn.config)
+    k_cmp, v_cmp = compress(attn, k if nsa.cmp_rope == "pre" else raw, v)
     return _Rows(q=q, k=k, v=v, k_cmp=k_cmp, v_cmp=v_cmp, gates=jnp.moveaxis(attn.gates(x), 1, 2))
 
 
-def _score(q: Array, k: Array, scale: float) -> Array:
+def key_scores(q: Array, k: Array, scale: float) -> Array:
+    """Scaled scores in float32, [B, K, C, G, N] of q [B, K, C, G, D] and k [B, K, N, D]."""
     return product("bkcgd,bknd->bkcgn", q, k.astype(q.dtype)) * scale
+
+
+def _shares(q: Array, k_cmp: Array, position: Array, attn: NSAttention) -> Array:
+    """What a tile's queries read of every entry, [B, K, C, G, M]; rows that see none are 0."""
+    nsa = attn.config.nsa
+    assert nsa is not None
+    seen = jnp.arange(k_cmp.shape[2]) * nsa.kernel_stride + nsa.kernel_size - 1 <= position[:, None]
+    p = jax.nn.softmax(jnp.where(seen[:, None], key_scores(q, k_cmp, attn.scale), -1e30), axis=-1)
+    return p * seen.any(-1)[:, None, None]
+
+
+def score_blocks(q: Array, k_cmp: Array, position: Array, blocks: int, attn: NSAttention) -> Array:
+    """Scores of blocks that selection ranks by, [B, K, C, N] in float32.
+
+    Args:
+      q: rotated queries [B, K, C, G, D].
+      k_cmp: compressed keys [B, K, M, D], rotated.
+      position: of the C queries.
+      blocks: N.
+      attn: the layer.
+    """
+    if not k_cmp.shape[2]:
+        return jnp.zeros((*q.shape[:3], blocks))
+    return _block_scores(_shares(q, k_cmp, position, attn).sum(3), blocks, attn.config)
 
 
 def _compressed(
     q: Array, k_cmp: Array, v_cmp: Array, position: Array, blocks: int, attn: NSAttention
 ) -> tuple[Array, Array]:
     """Compressed branch of a tile [B, K, C, G, D] and its block scores [B, K, C, N], both float32."""
-    nsa = attn.config.nsa
-    assert nsa is not None
     if not k_cmp.shape[2]:
         return jnp.zeros(q.shape, jnp.float32), jnp.zeros((*q.shape[:3], blocks))
-    seen = jnp.arange(k_cmp.shape[2]) * nsa.kernel_stride + nsa.kernel_size - 1 <= position[:, None]
-    out, p = _attend(_score(q, k_cmp, attn.scale), v_cmp.astype(q.dtype), seen[:, None])
-    seeing = seen.any(-1)[:, None, None]
-    return out * seeing, _block_scores((p * seeing).sum(3), blocks, attn.config)
+    p = _shares(q, k_cmp, position, attn)
+    out = product("bkcgn,bknd->bkcgd", p.astype(q.dtype), v_cmp.astype(q.dtype))
+    return out, _block_scores(p.sum(3), blocks, attn.config)
 
 
 def _compared(
@@ -216,7 +246,9 @@ def _compared(
         return jnp.zeros(())
     some = slice(options.selection_every - 1, None, options.selection_every)
     q, k = jax.lax.stop_gradient((q[:, :, some], k))
-    return selection_loss(block_scores[:, :, some], _score(q, k, attn.scale), position[some], attn.config)
+    scores, position = block_scores[:, :, some], position[some]
+    mass = attention_mass(key_scores(q, k, attn.scale), position, scores.shape[-1], attn.config)
+    return selection_loss(scores, mass, position, attn.config)
 
 
 def _has_cudnn(dtype: jnp.dtype, length: int, masked: bool) -> bool:
@@ -315,12 +347,12 @@ def _by_tiles(
         key = jnp.arange(keys)
         readable = jnp.repeat(chosen[..., : -(-keys // nsa.block_size)], nsa.block_size, axis=-1)[..., :keys]
         readable = (readable & (key <= position[:, None]))[:, :, :, None]
-        out_slc, _ = _attend(_score(q_tile, k[:, :, :keys], attn.scale), low(v[:, :, :keys]), readable)
+        out_slc = _attend(key_scores(q_tile, k[:, :, :keys], attn.scale), low(v[:, :, :keys]), readable)
         loss = _compared(q_tile, k[:, :, :keys], block_scores, position, attn, options)
         at = start - reach + jnp.arange(size + reach)
         inside = (at >= 0) & (at <= position[:, None]) & (at > position[:, None] - window)
         near_k, near_v = (cut(y, size + reach) for y in (k_wide, v_wide))
-        out_win, _ = _attend(_score(q_tile, near_k, attn.scale), low(near_v), inside[:, None])
+        out_win = _attend(key_scores(q_tile, near_k, attn.scale), low(near_v), inside[:, None])
         return _gated(gate, out_cmp, out_slc, out_win).astype(q.dtype), chosen, loss
 
     return _over_tiles(tile, length, options)

@@ -66,7 +66,7 @@ MODELS = {
         num_heads=2,
         num_kv_heads=2,
         qk_norm=True,
-        nsa=NSAConfig(cmp_fn="weighted", gate_scope="token", **(_SIZES | {"kernel_size": 4, "window_keys": 3})),
+        nsa=NSAConfig(cmp_fn="pooled", gate_scope="token", **(_SIZES | {"kernel_size": 4, "window_keys": 3})),
     ),
     "dense": _BASE,
 }

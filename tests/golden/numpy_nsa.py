@@ -19,7 +19,8 @@ import math
 import numpy as np
 
 NSA_DEFAULTS = {
-    "cmp_fn": "mean",  # mean | weighted | linear | mlp
+    "cmp_fn": "mean",  # mean | weighted | linear | mlp | pooled
+    "cmp_pools": 4,
     "cmp_pe": "none",  # none | k | kv
     "cmp_rope": "post",  # post | pre | none
     "kernel_size": 32,
@@ -39,7 +40,7 @@ NSA_DEFAULTS = {
     "rope_layout": "half",
 }
 _CHOICES = {
-    "cmp_fn": ("mean", "weighted", "linear", "mlp"),
+    "cmp_fn": ("mean", "weighted", "linear", "mlp", "pooled"),
     "cmp_pe": ("none", "k", "kv"),
     "cmp_rope": ("post", "pre", "none"),
     "gate_scope": ("head", "token"),
@@ -106,13 +107,17 @@ def param_shapes(config):
             l = nsa["kernel_size"]
             for side in ("k", "v"):
                 c = p + f"attn/compress_{side}/"
-                if nsa["cmp_fn"] == "weighted":
+                if nsa["cmp_fn"] in ("weighted", "pooled"):
                     shapes[c + "weight"] = (K, l)
                 elif nsa["cmp_fn"] == "linear":
                     shapes[c + "weight"] = (K, l, D, D)
                 elif nsa["cmp_fn"] == "mlp":
                     shapes[c + "w1"], shapes[c + "b1"] = (K, l, D, D), (K, D)
                     shapes[c + "w2"], shapes[c + "b2"] = (K, D, D), (K, D)
+                if nsa["cmp_fn"] == "pooled":
+                    P = nsa["cmp_pools"]
+                    shapes[c + "pool_query"], shapes[c + "pool_bias"] = (K, D, P), (K, l, P)
+                    shapes[c + "pool_mix"] = (K, P, D)
                 if side in nsa["cmp_pe"]:  # "k" and "kv" name the sides; "none" contains neither letter
                     shapes[c + "pe"] = (K, l, D)
         shapes[p + "mlp_norm/scale"] = (E,)
@@ -230,13 +235,19 @@ def num_visible(t, l, d):
 
 
 def compress_block(x, cmp_fn, weights):
-    """phi of one block x [K, l, D] -> [K, D]. ``weights``: dict with pe?, weight | w1, b1, w2, b2."""
+    """phi of one block x [K, l, D] -> [K, D]. ``weights``: dict with pe?, weight? | w1, b1, w2, b2, and pool_*."""
     if "pe" in weights:
         x = x + weights["pe"]
     if cmp_fn == "mean":
         return x.mean(axis=1)
     if cmp_fn == "weighted":
         return np.einsum("km,kmd->kd", weights["weight"], x)
+    if cmp_fn == "pooled":
+        scores = np.einsum("kmd,kdp->kpm", x, weights["pool_query"]) + weights["pool_bias"].swapaxes(1, 2)
+        share = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        share /= share.sum(axis=-1, keepdims=True)
+        pooled = (share @ x) * weights["pool_mix"]
+        return np.einsum("km,kmd->kd", weights["weight"], x) + pooled.sum(axis=1)
     if cmp_fn == "linear":
         return np.einsum("kmd,kmde->ke", x, weights["weight"])
     if cmp_fn == "mlp":

@@ -70,7 +70,7 @@ def test_num_visible_by_hand():
 
 
 @pytest.mark.parametrize("pe", [False, True])
-@pytest.mark.parametrize("cmp_fn", ["mean", "weighted", "linear", "mlp"])
+@pytest.mark.parametrize("cmp_fn", ["mean", "weighted", "linear", "mlp", "pooled"])
 def test_compress_equals_scalar_loops(cmp_fn, pe):
     T, K, D, l, d = 11, 2, 4, 4, 2
     rng = np.random.default_rng(1)
@@ -79,6 +79,7 @@ def test_compress_equals_scalar_loops(cmp_fn, pe):
         "mean": {},
         "weighted": {"weight": (K, l)},
         "linear": {"weight": (K, l, D, D)},
+        "pooled": {"weight": (K, l), "pool_query": (K, D, 3), "pool_bias": (K, l, 3), "pool_mix": (K, 3, D)},
         "mlp": {"w1": (K, l, D, 5), "b1": (K, 5), "w2": (K, 5, D), "b2": (K, D)},
     }[cmp_fn]
     w = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
@@ -94,6 +95,12 @@ def test_compress_equals_scalar_loops(cmp_fn, pe):
             expected = sum(w["weight"][k, m] * rows[m][e] for m in range(l))
         elif cmp_fn == "linear":
             expected = sum(rows[m][i] * w["weight"][k, m, i, e] for m in range(l) for i in range(D))
+        elif cmp_fn == "pooled":
+            expected = sum(w["weight"][k, m] * rows[m][e] for m in range(l))
+            for p in range(3):
+                dot = [sum(rows[m][i] * w["pool_query"][k, i, p] for i in range(D)) for m in range(l)]
+                raw = [math.exp(dot[m] + w["pool_bias"][k, m, p]) for m in range(l)]
+                expected += w["pool_mix"][k, p, e] * sum(raw[m] * rows[m][e] for m in range(l)) / sum(raw)
         else:
             expected = w["b2"][k, e]
             for j in range(5):
@@ -264,7 +271,7 @@ def test_selected_branch_reads_only_its_blocks():
 VARIANTS = [
     {"cmp_fn": fn, "cmp_pe": pe, "cmp_rope": rope, "gate_scope": scope, "gate_bias": bias}
     for (fn, pe), (rope, scope, bias) in itertools.product(
-        itertools.product(("mean", "weighted", "linear", "mlp"), ("none", "k", "kv")),
+        itertools.product(("mean", "weighted", "linear", "mlp", "pooled"), ("none", "k", "kv")),
         (("post", "head", False), ("pre", "token", True), ("none", "head", True)),
     )
 ]

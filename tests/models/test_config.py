@@ -54,7 +54,7 @@ def test_rounding_counts_for_the_forced_blocks():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"cmp_fn": "max"}, "nsa cmp_fn must be one of mean, weighted, linear, mlp, got 'max'"),
+        ({"cmp_fn": "max"}, "nsa cmp_fn must be one of mean, weighted, linear, mlp, pooled, got 'max'"),
         ({"cmp_pe": "v"}, "nsa cmp_pe must be one of none, k, kv, got 'v'"),
         ({"cmp_rope": "none"}, "nsa cmp_rope must be one of post, pre, got 'none'"),
         ({"gate_scope": "layer"}, "nsa gate_scope must be one of head, token, got 'layer'"),

@@ -69,6 +69,7 @@ CONFIGS = {
         num_heads=2,
         head_dim=16,
     ),
+    "pooled, pe kv, 3 pools": config(nsa(cmp_fn="pooled", cmp_pe="kv", cmp_pools=3, gate_bias=True), num_heads=6),
     "fla preset, 3 rounded to 4": config(preset("fla", n_selected=3), num_heads=3, num_kv_heads=1),
     "fsa preset": config(preset("fsa"), num_heads=6),
     "dense, all biases, llama3, tied": config(None, rope=rope(500.0, LLAMA3), tie_embeddings=True, **ALL_BIASES),

@@ -275,18 +275,22 @@ def test_gate_bias_per_head(tmp_path):
         eq(bias[h // GROUP, h % GROUP], stored[3 * h : 3 * h + 3])
 
 
-@pytest.mark.parametrize("cmp_fn", ["weighted", "linear", "mlp"])
+@pytest.mark.parametrize("cmp_fn", ["weighted", "linear", "mlp", "pooled"])
 def test_learned_compressors(tmp_path, cmp_fn):
-    fields = hf_config(**LLAMA_NSA, nsa_config=nsa_fields(cmp_fn=cmp_fn, cmp_pe="kv"))
+    fields = hf_config(**LLAMA_NSA, nsa_config=nsa_fields(cmp_fn=cmp_fn, cmp_pe="kv", cmp_pools=3))
     weights = gated(hf_weights())
     for i in range(LAYERS):
         attention = f"model.layers.{i}.self_attn."
         for name in ("compress_key", "compress_value"):
-            if cmp_fn == "weighted":
+            if cmp_fn in ("weighted", "pooled"):
                 weights.add(attention + name, KV_HEADS, KERNEL)
+            if cmp_fn == "pooled":
+                weights.add(f"{attention}{name}.pool_query", KV_HEADS, DIM, 3)
+                weights.add(f"{attention}{name}.pool_bias", KV_HEADS, KERNEL, 3)
+                weights.add(f"{attention}{name}.pool_mix", KV_HEADS, 3, DIM)
             elif cmp_fn == "linear":
                 weights.add(attention + name, KV_HEADS, KERNEL * DIM, DIM)
-            else:
+            elif cmp_fn == "mlp":
                 weights.add(f"{attention}{name}.w1", KV_HEADS, KERNEL * DIM, DIM)
                 weights.add(f"{attention}{name}.b1", KV_HEADS, DIM)
                 weights.add(f"{attention}{name}.w2", KV_HEADS, DIM, DIM)
@@ -298,13 +302,16 @@ def test_learned_compressors(tmp_path, cmp_fn):
     attention, params = "model.layers.1.self_attn.", checkpoint.params
     for ours, theirs in (("compress_k", "compress_key"), ("compress_v", "compress_value")):
         at = f"layers/1/attn/{ours}/"
-        if cmp_fn == "weighted":
+        if cmp_fn in ("weighted", "pooled"):
             eq(params[at + "weight"], weights[attention + theirs])
+        if cmp_fn == "pooled":
+            for part in ("pool_query", "pool_bias", "pool_mix"):
+                eq(params[at + part], weights[f"{attention}{theirs}.{part}"])
         elif cmp_fn == "linear":
             for m in range(KERNEL):
                 for d in range(DIM):
                     eq(params[at + "weight"][:, m, d], weights[attention + theirs][:, m * DIM + d])
-        else:
+        elif cmp_fn == "mlp":
             for m in range(KERNEL):
                 eq(params[at + "w1"][:, m], weights[f"{attention}{theirs}.w1"][:, m * DIM : (m + 1) * DIM])
             for part in ("b1", "w2", "b2"):

@@ -86,6 +86,7 @@ CONFIGS = {
     "nsa_mean": tiny(nsa=NSAConfig(**nsa_fields())),
     "nsa_token_gate": tiny(nsa=NSAConfig(**nsa_fields(gate_scope="token", gate_bias=True, cmp_rope="pre"))),
     "nsa_weighted": tiny(nsa=NSAConfig(**nsa_fields(cmp_fn="weighted", gate_bias=True))),
+    "nsa_pooled": tiny(nsa=NSAConfig(**nsa_fields(cmp_fn="pooled", cmp_pe="kv", cmp_pools=2))),
     "nsa_linear_pe": tiny(nsa=NSAConfig(**nsa_fields(cmp_fn="linear", cmp_pe="k"))),
     "nsa_mlp_pe": tiny(
         nsa=NSAConfig(**nsa_fields(cmp_fn="mlp", cmp_pe="kv", round_n_pow2=True)), qkv_bias=True, qk_norm=True

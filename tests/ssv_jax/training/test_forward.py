@@ -20,7 +20,7 @@ from ssv_jax.training.forward import (
     stack_params,
     unstack_params,
 )
-from ssv_jax.training.sparse import selection_loss
+from ssv_jax.training.sparse import attention_mass, selection_loss
 
 NSA = NSAConfig(
     cmp_fn="weighted",
@@ -79,6 +79,7 @@ VARIANTS = {
         kernel_size=8, kernel_stride=8, block_size=8, n_selected=3, window_keys=5, gate_scope="token", cmp_rope="pre",
         init_blocks=0, local_blocks=1)),
     "linear": dataclasses.replace(CONFIG, nsa=dataclasses.replace(NSA, cmp_fn="linear", cmp_pe="k")),
+    "pooled": dataclasses.replace(CONFIG, nsa=dataclasses.replace(NSA, cmp_fn="pooled")),
     "mlp": dataclasses.replace(CONFIG, nsa=dataclasses.replace(NSA, cmp_fn="mlp")),
 }  # fmt: skip
 
@@ -176,14 +177,19 @@ def test_selection_loss_follows_its_definition() -> None:
     rng, position = np.random.default_rng(7), np.array([0, 15, 47, 64, 90, 95])
     scores = rng.standard_normal((2, 2, 6, 3, 96)).astype(np.float32) * 2
     block_scores = rng.random((2, 2, 6, 6)).astype(np.float32) + 0.1
-    got = selection_loss(jnp.asarray(block_scores), jnp.asarray(scores), jnp.asarray(position), CONFIG)
+    mass = attention_mass(jnp.asarray(scores), jnp.asarray(position), 6, CONFIG)
+    got = selection_loss(jnp.asarray(block_scores), mass, jnp.asarray(position), CONFIG)
     np.testing.assert_allclose(got, plain_selection_loss(block_scores, scores, position), rtol=1e-4)
 
 
 def test_selection_loss_trains_the_compressor_and_no_key() -> None:
     scores = jax.random.normal(jax.random.key(8), (1, 2, 4, 3, 96))
     block_scores, position = jax.random.uniform(jax.random.key(9), (1, 2, 4, 6)) + 0.1, jnp.array([60, 70, 80, 95])
-    wrt_blocks, wrt_keys = jax.grad(selection_loss, argnums=(0, 1))(block_scores, scores, position, CONFIG)
+
+    def loss(block_scores: jax.Array, scores: jax.Array) -> jax.Array:
+        return selection_loss(block_scores, attention_mass(scores, position, 6, CONFIG), position, CONFIG)
+
+    wrt_blocks, wrt_keys = jax.grad(loss, argnums=(0, 1))(block_scores, scores)
     assert float(jnp.abs(wrt_blocks).max()) > 1e-3
     assert not np.asarray(wrt_keys).any()
 

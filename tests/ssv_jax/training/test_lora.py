@@ -61,7 +61,7 @@ def test_rank_zero_trains_only_what_is_new() -> None:
     assert not [name for name in init_trained(SPARSE, 0, (0.0, 0.0, 0.0), 0) if "lora" in name]
 
 
-@pytest.mark.parametrize("function", ["linear", "mlp", "mean"])
+@pytest.mark.parametrize("function", ["linear", "mlp", "mean", "pooled"])
 def test_every_compressor_can_start(function: str) -> None:
     config = dataclasses.replace(SPARSE, nsa=dataclasses.replace(NSA, cmp_fn=function))
     merged = merge(stack_params(DENSE, random_params(DENSE, 3)), init_trained(config, 2, (0.0, 0.0, 0.0), 0), 1.0)
