@@ -67,6 +67,16 @@ MODELS: Mapping[str, KnownModel | ShippedModel] = MappingProxyType(
             suffix=".gguf",
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         ),
+        "smollm2-135m-nsa": ShippedModel(
+            description="SmolLM2-135M-Instruct with Native Sparse Attention, trained to 16K tokens, Apache-2.0",
+            folder="smollm2-135m-nsa",
+            files=MappingProxyType(
+                {
+                    "config.json": "43c34bde6626b85511dd73ff76daef6be7b6e95f6624b5f636f94a5576202ccc",
+                    "delta.safetensors": "dc295d56641b643f918eae5b21ecc4945742a9e40c90ccf005ad36fae0e40548",
+                }
+            ),
+        ),
     }
 )
 

@@ -59,3 +59,20 @@ def test_prompt_lookup_equals_transformers_and_pays(golden):
 def test_sparse_with_every_block_selected_equals_transformers(golden):
     """The sparse path on real weights, in the configuration where it must be dense attention."""
     check(Engine.load("smollm2-135m", attention="nsa"), golden)
+
+
+def test_the_shipped_sparse_model_answers_and_speculation_changes_no_token():
+    """A delta merged wrongly; grouped verification that reads other blocks where weights make the choice matter."""
+    prompt = (GOLDEN.parent / "text.md").read_text() + (GOLDEN.parent / "README.md").read_text()
+    plain = Engine.load("smollm2-135m-nsa")
+    assert (
+        "Paris" in plain.chat([{"role": "user", "content": "What is the capital of France?"}], max_new_tokens=16).text
+    )
+    ids = plain.tokenizer.encode(prompt)[-1300:]
+    assert len(ids) == 1300 > plain.config.nsa.n_blocks * plain.config.nsa.block_size
+    tree = TreeSpec(depth=5, topk=2, nodes=11)
+    fast = Engine.load("smollm2-135m-nsa", strategy=Strategy(draft="ngram", tree=tree, group=4))
+    want = plain.generate(ids, max_new_tokens=32, ignore_eos=True)
+    got = fast.generate(ids, max_new_tokens=32, ignore_eos=True)
+    assert got.tokens == want.tokens
+    assert got.stats["accepted"] > 0

@@ -36,7 +36,7 @@ def test_paths(tmp_path):
 
 
 def test_unknown_names_list_the_known_ones():
-    with pytest.raises(CheckpointError, match="smollm3: no such file .* known: smollm2-135m"):
+    with pytest.raises(CheckpointError, match="smollm3: no such file .* known: smollm2-135m, smollm2-135m-nsa"):
         resolve("smollm3")
 
 
