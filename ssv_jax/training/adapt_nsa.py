@@ -76,6 +76,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--eval-rows", type=int, default=4, metavar="N", help="held-out sequences per length")
     p.add_argument("--max-seconds", type=float, help="stop early after this time, with a checkpoint, to resume later")
     p.add_argument("--chunk", type=int, default=128, help="queries per tile of sparse attention")
+    p.add_argument(
+        "--attention",
+        choices=("auto", "library", "tiles"),
+        default="auto",
+        help="sparse attention by calls of a library, by tiles of our own, or by the library where cuDNN can",
+    )
     p.add_argument("--segments", type=int, default=4, help="compiled key lengths per sequence")
     return p
 
@@ -215,7 +221,10 @@ class _Trainer:
             stream_weight=self.args.stream_weight,
             selection_weight=self.args.selection_weight,
             sparse=SparseOptions(
-                chunk=self.args.chunk, segments=self.args.segments, selection_every=self.args.selection_every
+                chunk=self.args.chunk,
+                segments=self.args.segments,
+                selection_every=self.args.selection_every,
+                library={"auto": None, "library": True, "tiles": False}[self.args.attention],
             ),
         )
 
