@@ -32,7 +32,7 @@ ADAPT_OPTIONS = (
     *("--stream-weight", "1", "--selection-weight", "0.3", "--refresh-intervals", "1:0.4,2:0.15,3:0.3,4:0.15"),
 )
 SELECT_DATA = {"train_retrieval": 0.6, "train_books": 0.2, "train_docs": 0.2}
-SELECT_OPTIONS = ("--length", "16384", "--sequences", "64", "--queries", "512", "--steps", "1000", "--chunk", "512")
+SELECT_OPTIONS = ("--length", "16384", "--sequences", "64", "--queries", "2048", "--steps", "1000", "--chunk", "512")
 GENERATE_OPTIONS = (
     *("--temperature", "0", "--max-new-tokens", "400", "--max-prompt-tokens", "112", "--batch", "512"),
     *("--rounds", "80", "--implementation", "xla"),

@@ -22,6 +22,7 @@ from .sparse import attention_mass, compress, key_scores, rotated, score_blocks,
 
 COMPRESSOR = "attn/compress_k/"
 _CHECKS = 8  # of the held-out loss in a fit; the best values are kept
+_TOGETHER = 16  # queries whose full attention is computed at a time
 
 
 def with_pools(config: LlamaConfig, arrays: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
@@ -103,11 +104,11 @@ class LayerFit:
             q, raw, k, _ = heads_first
             q = q[:, :, position]
 
-            def one(index: Array) -> Array:  # a query at a time: scores of all would be large
+            def one(index: Array) -> Array:  # few queries at a time: scores of all would be large
                 scores = key_scores(q[:, :, index][:, :, None], k, attn.scale)
                 return attention_mass(scores, position[index][None], self._blocks, self._config)[:, :, 0]
 
-            mass = jnp.moveaxis(jax.lax.map(one, jnp.arange(position.shape[0])), 0, 2)
+            mass = jnp.moveaxis(jax.lax.map(one, jnp.arange(position.shape[0]), batch_size=_TOGETHER), 0, 2)
             rows = k if self._config.nsa.cmp_rope == "pre" else raw
             return Seen(position=position, q=q, rows=rows, mass=mass)
 
