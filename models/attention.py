@@ -13,9 +13,10 @@ from jaxtyping import Array, Bool, Float
 
 from ..pallas_kernels import Completions, Selection, TreeQueries, dense_verify
 from ..pallas_kernels.dispatch import Implementation
+from ..pallas_kernels.node_inputs import EntryRows, HeadShape, NodeInputs, node_inputs
 from .cache import DenseLayerCache, DenseLayerTree, LayerCache, LayerTree
 from .config import LlamaConfig
-from .layers import Projection, RMSNorm, rotate
+from .layers import Projection, RMSNorm, project_parts
 
 
 @jax.tree_util.register_dataclass
@@ -47,12 +48,14 @@ class LayerOptions:
     Args:
       refresh: select blocks; otherwise inherit `selection`.
       group: consecutive nodes that share a visit list.
-      implementation: of the ops, see `pallas_kernels.dispatch.run`.
+      implementation: of the attention ops, see `pallas_kernels.dispatch.run`.
+      steps: implementation of the steps around attention.
     """
 
     refresh: bool = True
     group: int = 1
     implementation: Implementation = None
+    steps: Implementation = None
 
 
 @runtime_checkable
@@ -66,8 +69,13 @@ class SparseAttention(Protocol):
         cache: LayerCache,
         selection: Selection | None,
         options: LayerOptions,
-    ) -> tuple[Float[Array, "B T E"], LayerTree, Selection | None]:
-        """Attends; returns the output, the nodes to commit, and the selection that later layers inherit."""
+    ) -> tuple[Float[Array, "S _ _"], LayerTree, Selection | None]:
+        """Attends.
+
+        Returns:
+          The output in parts (see `pallas_kernels.row_matmul`), the nodes to commit, and the selection that later
+          layers inherit.
+        """
         ...
 
 
@@ -99,6 +107,53 @@ class Heads(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
+    def inputs(
+        self,
+        x: Float[Array, "B T E"],
+        context: PassContext,
+        options: LayerOptions,
+        *,
+        gate: Projection | None = None,
+        entries: EntryRows | None = None,
+    ) -> NodeInputs:
+        """What attention reads of the nodes; with a projection to gates, also those."""
+        config, rows = self.config, x.reshape(-1, x.shape[-1])
+        shape = HeadShape(
+            batch=x.shape[0],
+            nodes=x.shape[1],
+            kv_heads=config.num_kv_heads,
+            group=config.group,
+            dim=config.head_dim,
+            gates=0 if gate is None else gate.matrix.shape[1],
+        )
+        gates = None
+        if config.qk_norm:
+            q, k, v = self.project(x)
+            joined = jnp.concatenate([q, k[..., None, :], v[..., None, :]], axis=-2)
+            qkv = joined.reshape(1, rows.shape[0], shape.columns)
+            if gate is not None:
+                (gates,) = project_parts(rows, (gate,), (jnp.float32,), options.steps)
+        elif gate is not None:
+            both, dtypes = (self.qkv, gate), (x.dtype, jnp.float32)
+            qkv, gates = project_parts(rows, both, dtypes, options.steps)
+        else:
+            (qkv,) = project_parts(rows, (self.qkv,), (x.dtype,), options.steps)
+        return node_inputs(
+            qkv,
+            gates,
+            context.cos,
+            context.sin,
+            entries,
+            shape=shape,
+            dtype=x.dtype,
+            implementation=options.steps,
+        )
+
+    def output(self, out: Float[Array, "B T K G D"], dtype: DTypeLike, options: LayerOptions) -> Float[Array, "S _ _"]:
+        """The projection of the heads' outputs, in parts."""
+        rows = out.astype(dtype).reshape(out.shape[0] * out.shape[1], -1)
+        return project_parts(rows, (self.o,), (dtype,), options.steps)[0]
+
     @property
     def scale(self) -> float:
         """Multiplies attention scores."""
@@ -115,21 +170,20 @@ class DenseAttention(Heads):
         cache: LayerCache,
         selection: Selection | None,
         options: LayerOptions,
-    ) -> tuple[Float[Array, "B T E"], LayerTree, Selection | None]:
+    ) -> tuple[Float[Array, "S _ _"], LayerTree, Selection | None]:
         """See `SparseAttention`."""
         assert isinstance(cache, DenseLayerCache)
-        q, k, v = self.project(x)
-        q = rotate(q, context.cos[:, :, None, None], context.sin[:, :, None, None])
-        k = rotate(k, context.cos[:, :, None], context.sin[:, :, None])
-        tree = DenseLayerTree(k=jnp.swapaxes(k, 1, 2), v=jnp.swapaxes(v, 1, 2))
+        nodes = self.inputs(x, context, options)
+        tree = DenseLayerTree(k=nodes.k, v=nodes.v)
         out = dense_verify(
-            q,
+            nodes.q,
             cache.k,
             cache.v,
             tree.k,
             tree.v,
             context.queries,
             scale=self.scale,
+            dtype=x.dtype,
             implementation=options.implementation,
         )
-        return self.o(out.astype(x.dtype)), tree, selection
+        return self.output(out, x.dtype, options), tree, selection

@@ -14,6 +14,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..pallas_kernels import CachedKV, Geometry, TreeKV
+from ..pallas_kernels.cache_append import RowMoves, append_rows
+from ..pallas_kernels.dispatch import Implementation, or_portable
 from .config import LlamaConfig, NSAConfig
 
 
@@ -33,8 +35,8 @@ class NSALayerCache:
 
     Args:
       kv: keys, values and compressed entries.
-      tail_k, tail_v: the last l committed tokens' compressor inputs, at positions length - l ... length - 1
-        (garbage where negative).
+      tail_k, tail_v: the last l committed tokens' compressor inputs, that of position p in row p modulo l (garbage
+        in rows that no token has reached).
     """
 
     kv: CachedKV
@@ -122,36 +124,13 @@ def init_cache(config: LlamaConfig, capacity: int, *, batch: int = 1, dtype: DTy
     return Cache(layers=tuple(layer() for _ in range(config.num_layers)), length=jnp.zeros((batch,), jnp.int32))
 
 
-def _append(
-    old: Float[Array, "K L D"],
-    new: Float[Array, "K X D"],
-    source: Int[Array, " P"],
-    start: Int[Array, ""],
-    count: Int[Array, ""],
-) -> Float[Array, "K L D"]:
-    """Writes new[:, source[i]] to row start + i for i < count; every other row keeps its bits."""
-    # Two rows at least: XLA makes a read, a choice and an update of a scatter of one row, on GPUs two kernels for one.
-    source = jnp.pad(source, (0, max(0, 2 - source.shape[0])))
-    rows, index = old.shape[1], jnp.arange(source.shape[0])
-    # Rows that are not written get indices of their own beyond the end, so that all are distinct and ascending.
-    target = jnp.where(index < count, start + index, rows + index)
-    picked = jnp.take(new, source, axis=1, mode="clip").astype(old.dtype)
-    return old.at[:, target].set(picked, mode="drop", indices_are_sorted=True, unique_indices=True)
-
-
-def _per_sequence(function, *arguments: Array) -> Array:
-    """vmap over the batch axis; without one where the batch is 1, so that updates stay in place."""
-    if arguments[0].shape[0] == 1:
-        return function(*(x[0] for x in arguments))[None]
-    return jax.vmap(function)(*arguments)
-
-
 def commit(
     cache: Cache,
     trees: tuple[LayerTree, ...],
     path: Int[Array, "B P"],
     count: Int[Array, " B"],
     geometry: Geometry | None,
+    implementation: Implementation = None,
 ) -> Cache:
     """Appends the first `count` nodes of `path` to every layer.
 
@@ -162,59 +141,47 @@ def commit(
         and after `count` are ignored.
       count: accepted nodes per sequence; 0 leaves the sequence as it was.
       geometry: of NSA layers, None for dense models.
+      implementation: of the copies, see `pallas_kernels.dispatch.run`; one that does not fit is no error.
 
     Returns:
       The cache with `length + count` tokens and the compressed entries that they complete.
     """
     source = jnp.maximum(path, 0)
-    length = cache.length
-
-    def append_tokens(old: Array, new: Array) -> Array:
-        return _per_sequence(_append, old, new, source, length, count)
-
-    moves: _EntryMoves | None = None
-    layers: list[LayerCache] = []
+    moves = [_token_moves(source, cache.length, count, cache.capacity)]
+    old: list[Array] = []
+    new: list[Array] = []
+    which: list[int] = []
     for layer, tree in zip(cache.layers, trees, strict=True):
         if isinstance(layer, DenseLayerCache):
             assert isinstance(tree, DenseLayerTree)
-            layers.append(DenseLayerCache(k=append_tokens(layer.k, tree.k), v=append_tokens(layer.v, tree.v)))
+            old, new, which = [*old, layer.k, layer.v], [*new, tree.k, tree.v], [*which, 0, 0]
             continue
         assert isinstance(tree, NSALayerTree)
         assert geometry is not None
-        if moves is None:  # the same in every layer
-            moves = _entry_moves(tree.kv.completions.node_slot, source, length, count, geometry)
-        kv = CachedKV(
-            k=append_tokens(layer.kv.k, tree.kv.k),
-            v=append_tokens(layer.kv.v, tree.kv.v),
-            k_cmp=moves.append_entries(layer.kv.k_cmp, tree.kv.k_cmp),
-            v_cmp=moves.append_entries(layer.kv.v_cmp, tree.kv.v_cmp),
-        )
-        tail_k, tail_v = moves.new_tail(layer.tail_k, tree.raw_k), moves.new_tail(layer.tail_v, tree.kv.v)
-        layers.append(NSALayerCache(kv=kv, tail_k=tail_k, tail_v=tail_v))
-    return Cache(layers=tuple(layers), length=length + count)
+        if len(moves) == 1:  # the same in every layer
+            node_slot, entries = tree.kv.completions.node_slot, layer.kv.k_cmp.shape[2]
+            moves.append(_entry_moves(node_slot, source, cache.length, count, geometry, entries))
+            moves.append(_tail_moves(source, cache.length, count, geometry.kernel_size))
+        kv = layer.kv
+        old += [kv.k, kv.v, kv.k_cmp, kv.v_cmp, layer.tail_k, layer.tail_v]
+        new += [tree.kv.k, tree.kv.v, tree.kv.k_cmp, tree.kv.v_cmp, tree.raw_k, tree.kv.v]
+        which += [0, 0, 1, 1, 2, 2]
+    arrays = iter(append_rows(old, new, moves, which, implementation=or_portable(implementation)))
+    layers: list[LayerCache] = []
+    for layer in cache.layers:
+        if isinstance(layer, DenseLayerCache):
+            layers.append(DenseLayerCache(k=next(arrays), v=next(arrays)))
+        else:
+            kv = CachedKV(k=next(arrays), v=next(arrays), k_cmp=next(arrays), v_cmp=next(arrays))
+            layers.append(NSALayerCache(kv=kv, tail_k=next(arrays), tail_v=next(arrays)))
+    return Cache(layers=tuple(layers), length=cache.length + count)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _EntryMoves:
-    """Where the compressed entries and the tail of a commit come from.
-
-    Args:
-      source: slots of the completed entries, in order.
-      first, completed: index of the first, and their number.
-      tail: for each row of the new tail, its row among the old tail and then the nodes.
-    """
-
-    source: Int[Array, "B S"]
-    first: Int[Array, " B"]
-    completed: Int[Array, " B"]
-    tail: Int[Array, "B l"]
-
-    def append_entries(self, old: Array, new: Array) -> Array:
-        return _per_sequence(_append, old, new, self.source, self.first, self.completed)
-
-    def new_tail(self, old: Array, new: Array) -> Array:
-        rows = jnp.concatenate([old, new.astype(old.dtype)], axis=2)
-        return jnp.take_along_axis(rows, self.tail[:, None, :, None], axis=2)
+def _token_moves(path: Int[Array, "B P"], length: Int[Array, " B"], count: Int[Array, " B"], rows: int) -> RowMoves:
+    """The accepted nodes, to the rows after the committed ones."""
+    index = jnp.arange(path.shape[1])
+    target = jnp.where(index < count[:, None], length[:, None] + index, rows)
+    return RowMoves(source=path, target=target, ascending=True)
 
 
 def _entry_moves(
@@ -223,19 +190,24 @@ def _entry_moves(
     length: Int[Array, " B"],
     count: Int[Array, " B"],
     geometry: Geometry,
-) -> _EntryMoves:
+    rows: int,
+) -> RowMoves:
+    """The entries that the accepted nodes complete."""
     size, stride = geometry.kernel_size, geometry.kernel_stride
     last = path.shape[1] - 1
-    first = geometry.num_entries(length)
+    first = geometry.num_entries(length)[:, None]
+    completed = geometry.num_entries(length + count)[:, None] - first
+    index = jnp.arange(last // stride + 1)
     # Entry c is completed by the path's node at position c * d + l - 1.
-    at_path = (first[:, None] + jnp.arange(last // stride + 1)) * stride + size - 1 - length[:, None]
+    at_path = (first + index) * stride + size - 1 - length[:, None]
     node = jnp.take_along_axis(path, jnp.clip(at_path, 0, last), axis=1)
-    # Row r of the new tail is position length + count - l + r: an old tail row, or a node of the path.
-    row = count[:, None] + jnp.arange(size)
-    tail_node = jnp.take_along_axis(path, jnp.clip(row - size, 0, last), axis=1)
-    return _EntryMoves(
-        source=jnp.maximum(jnp.take_along_axis(node_slot, node, axis=1), 0),
-        first=first,
-        completed=geometry.num_entries(length + count) - first,
-        tail=jnp.where(row < size, row, size + tail_node),
-    )
+    source = jnp.maximum(jnp.take_along_axis(node_slot, node, axis=1), 0)
+    return RowMoves(source=source, target=jnp.where(index < completed, first + index, rows), ascending=True)
+
+
+def _tail_moves(path: Int[Array, "B P"], length: Int[Array, " B"], count: Int[Array, " B"], size: int) -> RowMoves:
+    """The last of the accepted nodes, at most as many as the tail has rows, to their places in the ring."""
+    last = path.shape[1] - 1
+    accepted = count[:, None] - min(last + 1, size) + jnp.arange(min(last + 1, size))
+    source = jnp.take_along_axis(path, jnp.clip(accepted, 0, last), axis=1)
+    return RowMoves(source=source, target=jnp.where(accepted >= 0, (length[:, None] + accepted) % size, size))

@@ -79,6 +79,7 @@ class DraftAttention(nnx.Module):
             queries,
             scale=self.config.head_dim**-0.5,
             window=options.window,
+            dtype=x.dtype,
             implementation=options.implementation,
         )
         return self.o(out.astype(x.dtype)), tree

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from ..pallas_kernels.dispatch import Implementation
+from ..pallas_kernels.node_inputs import rotate as rotate  # belongs to the layers
+from ..pallas_kernels.row_matmul import gated_matmul, matmul_parts, one_matmul, residual_norm
+from ..pallas_kernels.row_matmul import rms_norm as rms_norm
 from .config import RopeConfig
 
 _INIT_STD = 0.02
@@ -35,17 +39,6 @@ def random_values(shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: DType
         return rng.standard_normal(shape, np.float32) * np.float32(_INIT_STD)
 
     return {name: jnp.asarray(value(name, shape), dtype) for name, shape in shapes.items()}
-
-
-def _parts(rows: int, columns: int) -> int:
-    """Into how many sums a product of one row with a matrix is cut.
-
-    XLA gives each thread block of a GPU some columns; a few thousand columns are too few to read at full speed.
-    """
-    parts = 1
-    while columns * parts <= 16384 and rows % (2 * parts) == 0:
-        parts *= 2
-    return parts if rows * columns >= 1 << 22 else 1
 
 
 class Projection(nnx.Module):
@@ -74,29 +67,33 @@ class Projection(nnx.Module):
 
     def __call__(self, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Maps [..., *inputs] to [..., *outputs], in `dtype` or that of the input."""
-        lead = x.shape[: x.ndim - len(self.inputs)]
-        rows, columns = math.prod(self.inputs), math.prod(self.outputs)
-        flat, kernel = x.reshape(*lead, rows), self.kernel[...].reshape(rows, columns)
-        parts = _parts(rows, columns) if math.prod(lead) == 1 and x.dtype == jnp.bfloat16 else 1
-        if parts > 1:
-            each = jnp.einsum(
-                "pr,prc->pc",
-                flat.reshape(parts, rows // parts),
-                kernel.reshape(parts, rows // parts, columns),
-                preferred_element_type=jnp.float32,
-            )
-            y = jax.lax.optimization_barrier(each).sum(0).astype(dtype or x.dtype)
-        else:
-            y = jnp.matmul(flat, kernel, preferred_element_type=dtype or x.dtype)
+        lead, matrix = x.shape[: x.ndim - len(self.inputs)], self.matrix
+        parts = one_matmul(x.reshape(*lead, matrix.shape[0]), matrix, dtype or x.dtype)
+        y = parts[0] if parts.shape[0] == 1 else parts.sum(0).astype(dtype or x.dtype)
         y = y.reshape(*lead, *self.outputs)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
+    @property
+    def matrix(self) -> Float[Array, "E N"]:
+        """The kernel with its inputs, and its outputs, flattened."""
+        return self.kernel[...].reshape(math.prod(self.inputs), math.prod(self.outputs))
 
-def rms_norm(x: Float[Array, "... E"], scale: Float[Array, " E"], eps: float) -> Float[Array, "... E"]:
-    """x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32, returned in the input's dtype."""
-    x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+
+def project_parts(
+    x: Float[Array, "R E"],
+    projections: Sequence[Projection],
+    dtypes: Sequence[DTypeLike],
+    implementation: Implementation,
+) -> tuple[Float[Array, "_ _ _"], ...]:
+    """Several projections of the same rows, outputs flattened, in parts as `row_matmul.matmul_parts` gives them."""
+    if any(projection.bias is not None for projection in projections):
+        whole = [
+            projection(x.reshape(-1, *projection.inputs), dtype)
+            for projection, dtype in zip(projections, dtypes, strict=True)
+        ]
+        return tuple(y.reshape(1, x.shape[0], -1) for y in whole)
+    matrices = [projection.matrix for projection in projections]
+    return matmul_parts(x, matrices, dtypes, implementation=implementation)
 
 
 class RMSNorm(nnx.Module):
@@ -110,6 +107,12 @@ class RMSNorm(nnx.Module):
         """See `rms_norm`."""
         return rms_norm(x, self.scale[...], self.eps)
 
+    def after(
+        self, x: Float[Array, "R E"], added: Float[Array, "S _ _"] | None, implementation: Implementation
+    ) -> tuple[Float[Array, "R E"], Float[Array, "R E"]]:
+        """The residual stream after an addition that comes in parts, and its norm."""
+        return residual_norm(x, added, self.scale[...], eps=self.eps, implementation=implementation)
+
 
 class SwiGLU(nnx.Module):
     """down(silu(gate x) * up x), gate and up in one product."""
@@ -122,6 +125,13 @@ class SwiGLU(nnx.Module):
         """The feed-forward output."""
         hidden = self.gate_up(x)
         return self.down(jax.nn.silu(hidden[..., 0, :]) * hidden[..., 1, :])
+
+    def parts(self, x: Float[Array, "R E"], implementation: Implementation) -> Float[Array, "_ _ _"]:
+        """The feed-forward output of some rows, in parts."""
+        if self.gate_up.bias is not None:
+            return self(x)[None]
+        hidden = gated_matmul(x, self.gate_up.kernel[...], implementation=implementation)
+        return project_parts(hidden, (self.down,), (x.dtype,), implementation)[0]
 
 
 def rope_frequencies(head_dim: int, rope: RopeConfig) -> Float[np.ndarray, " half"]:
@@ -147,11 +157,3 @@ def rope_angles(
     """Cosine and sine of every position's angles, float32; no table, so no length limit."""
     angle = position[..., None].astype(jnp.float32) * rope_frequencies(head_dim, rope)
     return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(
-    x: Float[Array, "... D"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]
-) -> Float[Array, "... D"]:
-    """Rotary embedding, half-split layout; `cos` and `sin` broadcast against x's leading axes."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

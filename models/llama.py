@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from ..pallas_kernels import Selection, TreeQueries, completions
-from ..pallas_kernels.dispatch import Implementation
+from ..pallas_kernels.dispatch import Implementation, or_portable
 from .attention import DenseAttention, LayerOptions, PassContext
 from .cache import Cache, LayerCache, LayerTree, geometry_of
 from .config import LlamaConfig
@@ -35,7 +35,8 @@ class PassOptions:
       group: consecutive nodes that share a visit list.
       taps: residual streams to return: k is the stream after k layers, 0 the embeddings.
       is_chain: the nodes are consecutive tokens, which bounds the entries that they complete.
-      implementation: of the ops, see `pallas_kernels.dispatch.run`.
+      implementation: of the attention ops, see `pallas_kernels.dispatch.run`.
+      steps: implementation of the steps around attention; None for that of attention where it fits, else XLA's.
     """
 
     plan: LayerPlan | None = None
@@ -43,6 +44,7 @@ class PassOptions:
     taps: tuple[int, ...] = ()
     is_chain: bool = False
     implementation: Implementation = None
+    steps: Implementation = None
 
 
 @jax.tree_util.register_dataclass
@@ -79,6 +81,24 @@ class Embedding(nnx.Module):
         return jnp.einsum("bre,ve->brv", x, self.embedding[...], preferred_element_type=jnp.float32)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerOutput:
+    """Results of one layer.
+
+    Args:
+      entering: the residual stream before this layer.
+      x, added: the stream after it: their sum. Whoever needs it next adds up the parts.
+      tree: the nodes to commit.
+      selection: to inherit.
+    """
+
+    entering: Float[Array, "B T E"]
+    x: Float[Array, "B T E"]
+    added: Float[Array, "S _ _"]
+    tree: LayerTree
+    selection: Selection | None
+
+
 class DecoderLayer(nnx.Module):
     """Pre-norm attention and feed-forward with residuals."""
 
@@ -92,15 +112,30 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: Float[Array, "B T E"],
+        added: Float[Array, "S _ _"] | None,
         context: PassContext,
         cache: LayerCache,
         selection: Selection | None,
         options: LayerOptions,
-    ) -> tuple[Float[Array, "B T E"], LayerTree, Selection | None]:
-        """The residual stream after this layer, the nodes to commit, the selection to inherit."""
-        out, tree, selection = self.attn(self.attn_norm(x), context, cache, selection, options)
-        x = x + out
-        return x + self.mlp(self.mlp_norm(x)), tree, selection
+    ) -> LayerOutput:
+        """Runs one layer.
+
+        Args:
+          x: the residual stream before the last addition.
+          added: what the layer before adds to it, in parts; None for the first.
+          context: what all layers share.
+          cache: of this layer.
+          selection: that an earlier layer made.
+          options: static choices.
+        """
+        shape = x.shape
+        entering, normed = self.attn_norm.after(x.reshape(-1, shape[-1]), added, options.steps)
+        out, tree, selection = self.attn(normed.reshape(shape), context, cache, selection, options)
+        rows, normed = self.mlp_norm.after(entering, out, options.steps)
+        added = self.mlp.parts(normed, options.steps)
+        return LayerOutput(
+            entering=entering.reshape(shape), x=rows.reshape(shape), added=added, tree=tree, selection=selection
+        )
 
 
 class Llama(nnx.Module):
@@ -153,16 +188,20 @@ class Llama(nnx.Module):
         plan = options.plan or LayerPlan.every(self.config.num_layers)
         context = dataclasses.replace(self._context(queries, options.is_chain), shared=shared)
         x = self.embed(tokens)
-        stream, trees, selections, selection = [x], [], [], None
+        added, stream, trees, selections, selection = None, [], [], [], None
+        steps = or_portable(options.implementation) if options.steps is None else options.steps
+        choices: dict[str, Any] = {"group": options.group, "implementation": options.implementation, "steps": steps}
         for layer, layer_cache, refresh in zip(self.layers, cache.layers, plan.refresh, strict=True):
-            layer_options = LayerOptions(refresh=refresh, group=options.group, implementation=options.implementation)
-            x, tree, selection = layer(x, context, layer_cache, selection, layer_options)
-            stream.append(x)
-            trees.append(tree)
+            layer_options = LayerOptions(refresh=refresh, **choices)
+            done = layer(x, added, context, layer_cache, selection, layer_options)
+            x, added, selection = done.x, done.added, done.selection
+            stream.append(done.entering)
+            trees.append(done.tree)
             selections.append(selection if refresh else None)
-        if rows is not None:
-            x = jnp.take_along_axis(x, rows[..., None], axis=1)
-        x = self.norm(x)
+        x, normed = self.norm.after(x.reshape(-1, x.shape[-1]), added, steps)
+        x, normed = (y.reshape(*tokens.shape, -1) for y in (x, normed))
+        stream.append(x)
+        x = normed if rows is None else self.norm(jnp.take_along_axis(x, rows[..., None], axis=1))
         logits = self.embed.attend(x) if self.config.tie_embeddings else self.lm_head(x, dtype=jnp.float32)
         return LlamaOutput(
             logits=logits,

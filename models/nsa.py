@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..pallas_kernels import Selection, TreeKV, refresh_attention, reuse_attention
+from ..pallas_kernels.node_inputs import EntryRows, gather_rows
 from .attention import Heads, LayerOptions, PassContext
 from .cache import LayerCache, LayerTree, NSALayerCache, NSALayerTree, geometry_of
 from .config import LlamaConfig
@@ -93,25 +96,28 @@ class NSAttention(Heads):
         shape = (*x.shape[:2], self.config.num_kv_heads, self.config.group, 3)
         return jnp.broadcast_to(jax.nn.sigmoid(raw), shape)
 
-    def _compress(
-        self, context: PassContext, cache: NSALayerCache, raw_k: Array, v: Array
-    ) -> tuple[Float[Array, "B K M D"], Float[Array, "B K M D"]]:
-        """Entries that the nodes complete, from the committed tail and the nodes' own paths."""
-        assert self.config.nsa is not None
-        done = context.completions
-        assert done is not None
+    def _entry_rows(self, context: PassContext, cache: NSALayerCache) -> EntryRows:
+        """Where completed entries come from: the committed tail and the nodes' own paths."""
+        assert context.completions is not None
         assert context.entry_cos is not None
         assert context.entry_sin is not None
+        weighted = self.compress_k.function == "weighted"
+        return EntryRows(
+            tail_k=cache.tail_k,
+            tail_v=cache.tail_v,
+            completions=context.completions,
+            cos=context.entry_cos,
+            sin=context.entry_sin,
+            weight_k=self.compress_k.weight[...] if weighted else None,
+            weight_v=self.compress_v.weight[...] if weighted else None,
+        )
 
-        def block_rows(tail: Array, nodes: Array) -> Array:
-            rows = jnp.concatenate([tail, nodes.astype(tail.dtype)], axis=2)
-            at = done.rows.reshape(done.rows.shape[0], 1, -1, 1)
-            return jnp.take_along_axis(rows, at, axis=2, mode="clip").reshape(*rows.shape[:2], *done.rows.shape[1:], -1)
-
-        k_cmp = self.compress_k(block_rows(cache.tail_k, raw_k))
-        if self.config.nsa.cmp_rope == "post":
-            k_cmp = rotate(k_cmp, context.entry_cos[:, None], context.entry_sin[:, None])
-        return k_cmp, self.compress_v(block_rows(cache.tail_v, v))
+    @property
+    def _entries_are_sums(self) -> bool:
+        """Whether entries are plain weighted sums of rows, which the op makes on its way."""
+        nsa = self.config.nsa
+        assert nsa is not None
+        return nsa.cmp_fn in ("mean", "weighted") and nsa.cmp_pe == "none" and nsa.cmp_rope == "post"
 
     def __call__(
         self,
@@ -120,23 +126,34 @@ class NSAttention(Heads):
         cache: LayerCache,
         selection: Selection | None,
         options: LayerOptions,
-    ) -> tuple[Float[Array, "B T E"], LayerTree, Selection | None]:
+    ) -> tuple[Float[Array, "S _ _"], LayerTree, Selection | None]:
         """See `SparseAttention`."""
         assert isinstance(cache, NSALayerCache)
         assert self.config.nsa is not None
         assert context.completions is not None
-        q, k, v = self.project(x)
-        q = rotate(q, context.cos[:, :, None, None], context.sin[:, :, None, None])
-        rotated = rotate(k, context.cos[:, :, None], context.sin[:, :, None])
-        raw = rotated if self.config.nsa.cmp_rope == "pre" else k
-        raw_k, tree_k, tree_v = (jnp.swapaxes(y, 1, 2) for y in (raw, rotated, v))
-        k_cmp, v_cmp = self._compress(context, cache, raw_k, tree_v)
-        tree = TreeKV(k=tree_k, v=tree_v, k_cmp=k_cmp, v_cmp=v_cmp, completions=context.completions)
-        arguments = (q, cache.kv, tree, context.queries, self.gates(x))
-        named = {"geometry": self.geometry, "scale": self.scale, "implementation": options.implementation}
+        rows, sums = self._entry_rows(context, cache), self._entries_are_sums
+        nodes = self.inputs(x, context, options, gate=self.gate, entries=rows if sums else None)
+        post = self.config.nsa.cmp_rope == "post"
+        raw_k = nodes.raw_k if post else nodes.k
+        if sums:
+            assert nodes.k_cmp is not None and nodes.v_cmp is not None
+            k_cmp, v_cmp = nodes.k_cmp, nodes.v_cmp
+        else:
+            k_cmp = self.compress_k(gather_rows(rows.tail_k, raw_k, rows))
+            k_cmp = rotate(k_cmp, rows.cos[:, None], rows.sin[:, None]) if post else k_cmp
+            v_cmp = self.compress_v(gather_rows(rows.tail_v, nodes.v, rows))
+        tree = TreeKV(k=nodes.k, v=nodes.v, k_cmp=k_cmp, v_cmp=v_cmp, completions=context.completions)
+        assert nodes.gates is not None
+        arguments = (nodes.q, cache.kv, tree, context.queries, nodes.gates)
+        named: dict[str, Any] = {
+            "geometry": self.geometry,
+            "scale": self.scale,
+            "dtype": x.dtype,
+            "implementation": options.implementation,
+        }
         if options.refresh:
             out, selection = refresh_attention(*arguments, group=options.group, shared=context.shared, **named)
         else:
             assert selection is not None
             out = reuse_attention(*arguments, selection, **named)
-        return self.o(out.astype(x.dtype)), NSALayerTree(kv=tree, raw_k=raw_k), selection
+        return self.output(out, x.dtype, options), NSALayerTree(kv=tree, raw_k=raw_k), selection

@@ -14,6 +14,13 @@ _reported: set[tuple[str, str]] = set()
 Implementation = str | Sequence[str] | None
 
 
+def or_portable(implementation: Implementation) -> Implementation:
+    """For the steps around attention: the implementation that attention was asked for where it fits, else XLA's."""
+    if isinstance(implementation, str) and implementation not in ("xla", "reference"):
+        return (implementation, "xla")
+    return implementation
+
+
 def run(
     op: str,
     table: Mapping[str, Callable[..., Any]],

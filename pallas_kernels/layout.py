@@ -93,8 +93,8 @@ class Completions:
     """Which nodes complete a compression block, and the rows that block is made of.
 
     Node a completes entry c = (position + 1 - l) / d when that is a non-negative integer; the entry's rows are
-    the last l tokens of a's own path. Rows index `concat(tail, tree)`: the last l committed tokens, then the
-    nodes.
+    the last l tokens of a's own path. Rows index `concat(tail, tree)`: the last l committed tokens, position p in
+    row p modulo l, then the nodes.
 
     Args:
       node: completing nodes in index order, -1 padded.
@@ -137,8 +137,7 @@ def completions(queries: TreeQueries, geometry: Geometry, max_entries: int | Non
     path = jnp.take_along_axis(queries.ancestor, at[..., None], axis=1)  # B M T
     hit = path[:, :, None] & (queries.position[:, None, None] == wanted[..., None])
     in_tree = size + jnp.argmax(hit, axis=-1)
-    in_tail = wanted - queries.length[:, None, None] + size
-    rows = jnp.where(wanted < queries.length[:, None, None], jnp.clip(in_tail, 0, size - 1), in_tree)
+    rows = jnp.where(wanted < queries.length[:, None, None], wanted % size, in_tree)
     return Completions(node=node, entry=entry, rows=rows.astype(jnp.int32), node_slot=slot)
 
 

@@ -9,31 +9,20 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from .. import dispatch
+from ..hopper import on_hopper
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries, check_pass
-from ..sparse_verify.hopper import require_hopper
 from . import reference, xla
-
-
-def _mosaic_gpu(name: str) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        require_hopper()
-        from . import mosaic_gpu  # not before a Hopper GPU is known to be there: the import takes a second
-
-        return getattr(mosaic_gpu, name)(*args, **kwargs)
-
-    return run
-
 
 IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        "mosaic_gpu": _mosaic_gpu("block_select"),
+        "mosaic_gpu": on_hopper(__name__, "block_select"),
         "xla": xla.block_select,
         "reference": reference.block_select,
     }
 )
 ATTENTION_IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        "mosaic_gpu": _mosaic_gpu("compressed_attention"),
+        "mosaic_gpu": on_hopper(__name__, "compressed_attention"),
         "xla": xla.compressed_attention,
         "reference": reference.compressed_attention,
     }

@@ -108,7 +108,7 @@ def attend(
     Args:
       q: rotated queries.
       k, v: compressed entries; rows at and after the count are garbage.
-      tree_k, tree_v: completed entries, at least `TREE_TILE` rows.
+      tree_k, tree_v: completed entries; rows past the last are read as zeros.
       bias: 0 where a row sees a completed entry, `MASKED` elsewhere.
       counts: committed entries, and completed ones, of each sequence.
       bins: transposed overlaps of the entries of a tile with its blocks and the next; None where they are the same.
@@ -133,6 +133,9 @@ def attend(
     in_smem = interpret is not None  # the interpreter knows wgmma with both operands in shared memory only
     f32, i32 = jnp.float32, jnp.int32
     half = q.dtype
+    if in_smem:  # nor has it reads past the end
+        rows = ((0, 0), (0, max(0, TREE_TILE - tree_k.shape[1])), (0, 0))
+        tree_k, tree_v = jnp.pad(tree_k, rows), jnp.pad(tree_v, rows)
 
     def body(*refs: Any) -> None:
         left = iter(refs)

@@ -21,8 +21,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..errors import UnsupportedKernelError
+from ..hopper import require_hopper
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries
-from ..sparse_verify.hopper import require_hopper
 from . import tiles
 from .mosaic_attend import MASKED, ROWS, TREE_TILE, AttendConfig, Partials, attend
 from .mosaic_choose import SelectPlan, finish, merge
@@ -120,7 +120,7 @@ class Operands:
 
     Args:
       q: queries.
-      k, v, tree_k, tree_v: compressed entries, committed and completed (padded).
+      k, v, tree_k, tree_v: compressed entries, committed (padded) and completed.
       bias: which row sees which completed entry.
       counts: committed and completed entries, first block that the latter can touch.
       bins: overlaps of a tile of entries.
@@ -213,9 +213,7 @@ def lay_out(
 
     width = -(-completed // TREE_TILE) * TREE_TILE
     k, v = (_pad_axis(x.reshape(batch * heads, entries, dim), 1, config.tile) for x in (cached.k_cmp, cached.v_cmp))
-    tree_k, tree_v = (
-        _pad_axis(x.reshape(batch * heads, completed, dim), 1, TREE_TILE) for x in (tree.k_cmp, tree.v_cmp)
-    )
+    tree_k, tree_v = (x.reshape(batch * heads, completed, dim) for x in (tree.k_cmp, tree.v_cmp))
 
     node = tree.completions.node
     seen = jnp.take_along_axis(queries.ancestor, jnp.maximum(node, 0)[:, None], axis=2) & (node >= 0)[:, None]

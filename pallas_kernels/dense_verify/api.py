@@ -6,15 +6,23 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from .. import dispatch
 from ..errors import ShapeError
+from ..hopper import on_hopper
 from ..layout import TreeQueries
 from . import reference, xla
 
+# XLA first: the kernel has been interpreted and compiled, but no GPU has run it yet.
 IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"xla": xla.dense_verify, "reference": reference.dense_verify}
+    {
+        "xla": xla.dense_verify,
+        "mosaic_gpu": on_hopper(__name__, "dense_verify"),
+        "reference": reference.dense_verify,
+    }
 )
 
 
@@ -28,6 +36,7 @@ def dense_verify(
     *,
     scale: float,
     window: int | None = None,
+    dtype: DTypeLike = jnp.float32,
     implementation: dispatch.Implementation = None,
 ) -> Float[Array, "B T K G D"]:
     """softmax(q k^T scale) v over the committed rows and the node's own path.
@@ -39,10 +48,11 @@ def dense_verify(
       queries: where the nodes stand.
       scale: multiplies q . k after the product.
       window: keys in reach, the query's own included; None for all.
+      dtype: of the output.
       implementation: see `dispatch.run`.
 
     Returns:
-      The attention output in float32.
+      The attention output.
 
     Raises:
       ShapeError: shapes that do not fit each other.
@@ -73,4 +83,5 @@ def dense_verify(
         queries,
         scale=scale,
         window=window,
+        dtype=dtype,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..layout import TreeQueries
@@ -18,6 +19,7 @@ def dense_verify(
     *,
     scale: float,
     window: int | None,
+    dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "B T K G D"]:
     """Every node attends to the committed rows and to its own path, under one softmax."""
     reach = k.shape[2] + tree_k.shape[2] if window is None else window
@@ -32,4 +34,4 @@ def dense_verify(
     scores = jnp.where(mask, scores, -jnp.inf)
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     values = jnp.where(mask.any((1, 2, 3))[:, None, :, None], values, 0.0)
-    return jnp.einsum("bktgx,bkxd->btkgd", weights / weights.sum(-1, keepdims=True), values)
+    return jnp.einsum("bktgx,bkxd->btkgd", weights / weights.sum(-1, keepdims=True), values).astype(dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..layout import TreeQueries
@@ -20,6 +21,7 @@ def dense_verify(
     *,
     scale: float,
     window: int | None,
+    dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "B T K G D"]:
     """Every node attends to the committed rows in reach and to its own path, under one softmax."""
     batch, asked, kv_heads, heads, dim = q.shape
@@ -49,4 +51,4 @@ def dense_verify(
         return jnp.moveaxis(out.reshape(batch, kv_heads, count, heads, dim), 2, 1)
 
     elements = batch * kv_heads * heads * (width + nodes)
-    return map_query_tiles(tile, elements, q, queries.position[:, -asked:], queries.ancestor[:, -asked:])
+    return map_query_tiles(tile, elements, q, queries.position[:, -asked:], queries.ancestor[:, -asked:]).astype(dtype)

@@ -6,36 +6,27 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from .. import dispatch
 from ..errors import ShapeError
+from ..hopper import on_hopper
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries, check_pass
-from ..sparse_verify.hopper import require_hopper
 from ..sparse_verify.schedule import Selection, check_group
 from . import reference, xla
 
-
-def _mosaic_gpu(name: str) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        require_hopper()
-        from . import mosaic_gpu  # not before a Hopper GPU is known to be there: the import takes a second
-
-        return getattr(mosaic_gpu, name)(*args, **kwargs)
-
-    return run
-
-
 REFRESH_IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        "mosaic_gpu": _mosaic_gpu("refresh_attention"),
+        "mosaic_gpu": on_hopper(__name__, "refresh_attention"),
         "xla": xla.refresh_attention,
         "reference": reference.refresh_attention,
     }
 )
 REUSE_IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        "mosaic_gpu": _mosaic_gpu("reuse_attention"),
+        "mosaic_gpu": on_hopper(__name__, "reuse_attention"),
         "xla": xla.reuse_attention,
         "reference": reference.reuse_attention,
     }
@@ -58,6 +49,7 @@ def refresh_attention(
     scale: float,
     group: int = 1,
     shared: Bool[Array, ""] | None = None,
+    dtype: DTypeLike = jnp.float32,
     implementation: dispatch.Implementation = None,
 ) -> tuple[Float[Array, "B T K G D"], Selection]:
     """o = g_cmp o_cmp + g_slc o_slc + g_win o_win (arXiv 2502.11089, eq. 5), with a fresh selection.
@@ -73,10 +65,11 @@ def refresh_attention(
       group: consecutive nodes that share a visit list, static.
       shared: for approximate runs, whether the nodes of a group read the first one's blocks (`sharing.share`);
         None for exact runs.
+      dtype: of the output.
       implementation: see `dispatch.run`.
 
     Returns:
-      The attention output in float32, and the selection for reuse layers.
+      The attention output, and the selection for reuse layers.
 
     Raises:
       ShapeError: shapes that do not fit each other.
@@ -95,6 +88,7 @@ def refresh_attention(
         gates,
         geometry=geometry,
         scale=scale,
+        dtype=dtype,
         group=group,
         **({} if shared is None else {"shared": shared}),
     )
@@ -110,6 +104,7 @@ def reuse_attention(
     *,
     geometry: Geometry,
     scale: float,
+    dtype: DTypeLike = jnp.float32,
     implementation: dispatch.Implementation = None,
 ) -> Float[Array, "B T K G D"]:
     """As `refresh_attention`, under the selection of an earlier layer of the same pass."""
@@ -126,6 +121,7 @@ def reuse_attention(
         selection,
         geometry=geometry,
         scale=scale,
+        dtype=dtype,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from ..block_select import xla as select_ops
@@ -23,6 +24,7 @@ def refresh_attention(
     scale: float,
     group: int,
     shared: Bool[Array, ""] | None = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> tuple[Float[Array, "B T K G D"], Selection]:
     """All three branches, and the selection made on the way."""
     compressed, blocks = select_ops.block_select(q, cached, tree, queries, geometry=geometry, scale=scale)
@@ -34,7 +36,7 @@ def refresh_attention(
     schedule = merge(read, group, cached.capacity // geometry.block_size)
     out = verify_ops.sparse_verify(q, cached, tree, queries, schedule, gates, geometry=geometry, scale=scale)
     out += gates[..., 0:1].astype(jnp.float32) * compressed
-    return out, Selection(blocks=blocks, schedule=schedule)
+    return out.astype(dtype), Selection(blocks=blocks, schedule=schedule)
 
 
 def reuse_attention(
@@ -47,8 +49,9 @@ def reuse_attention(
     *,
     geometry: Geometry,
     scale: float,
+    dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "B T K G D"]:
     """All three branches under an inherited selection."""
     compressed = select_ops.compressed_attention(q, cached, tree, queries, geometry=geometry, scale=scale)
     out = verify_ops.sparse_verify(q, cached, tree, queries, selection.schedule, gates, geometry=geometry, scale=scale)
-    return out + gates[..., 0:1].astype(jnp.float32) * compressed
+    return (out + gates[..., 0:1].astype(jnp.float32) * compressed).astype(dtype)

@@ -10,21 +10,13 @@ from jaxtyping import Array, Float
 
 from .. import dispatch
 from ..errors import ShapeError
+from ..hopper import on_hopper
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries, check_pass
 from . import reference, xla
-from .hopper import require_hopper
 from .schedule import MergedSchedule
 
-
-def _mosaic_gpu(*args: Any, **kwargs: Any) -> Array:
-    require_hopper()
-    from . import mosaic_gpu  # not before a Hopper GPU is known to be there: the import takes a second
-
-    return mosaic_gpu.sparse_verify(*args, **kwargs)
-
-
 IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"mosaic_gpu": _mosaic_gpu, "xla": xla.sparse_verify, "reference": reference.sparse_verify}
+    {"mosaic_gpu": on_hopper(__name__, "sparse_verify"), "xla": xla.sparse_verify, "reference": reference.sparse_verify}
 )
 
 

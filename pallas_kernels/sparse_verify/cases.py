@@ -49,6 +49,7 @@ SMALL = {
     "crosses_block": Workload(nodes=6, group=4, heads=3, lengths=(190,), chain=True, window=4, splits=(2, 1, 2)),
     "one_row": Workload(nodes=2, group=2, heads=2, lengths=(1,), capacity=64, n_blocks=1, splits=(2, 2, 2)),
     "ragged": Workload(nodes=4, group=3, kv_heads=2, lengths=(7, 130), capacity=192, splits=(2, 1, 1)),
+    "chunk": Workload(nodes=70, group=32, heads=2, lengths=(60,), capacity=192, n_blocks=2, window=20, chain=True),
     "small_blocks": Workload(nodes=5, group=2, dim=128, block_size=32, lengths=(95,), capacity=160, splits=(2, 1, 1)),
 }
 # Only lowered: what an H200 ran, and shapes at the edges of what the kernels take.
@@ -58,6 +59,9 @@ LOWERED = {
     "tree17_8k": Workload(nodes=17, group=4, kv_heads=8, dim=128, capacity=8192, n_blocks=16, window=512),
     "tree65_64k": Workload(nodes=65, group=8, kv_heads=8, dim=128, capacity=65536, n_blocks=16, window=512),
     "tree65_narrow": Workload(nodes=65, group=16, kv_heads=8, dim=64, capacity=65536, n_blocks=16, window=512),
+    "chunk_64k": Workload(
+        nodes=512, group=16, kv_heads=8, dim=128, capacity=65536, n_blocks=16, window=512, chain=True
+    ),
     "tree129_64k": Workload(nodes=129, group=8, kv_heads=8, dim=128, capacity=65536, n_blocks=16, window=512),
     "three_heads": Workload(nodes=21, group=5, heads=3, kv_heads=2, dim=128, capacity=8192, n_blocks=16, window=512),
     "sixteen_heads": Workload(nodes=9, group=8, heads=16, dim=64, capacity=4096, block_size=16, n_blocks=16),

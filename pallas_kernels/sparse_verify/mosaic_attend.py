@@ -43,9 +43,9 @@ def splat(shape: tuple[int, ...], value: float | int, dtype: Any, layout: Any) -
     return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
 
 
-def along_rows(vector: jax.Array) -> jax.Array:
+def along_rows(vector: jax.Array, columns: int = ROWS) -> jax.Array:
     """A vector over rows, for every column of a tile."""
-    return lax.broadcast_in_dim(vector, (ROWS, ROWS), [0])
+    return lax.broadcast_in_dim(vector, (ROWS, columns), [0])
 
 
 def pick(number: Any, values: Sequence[Any]) -> Any:
@@ -74,15 +74,15 @@ class Ring:
     The copies fill plain 64-row tiles at any row; the products read the same bytes as (8, 64)-tiled operands.
     """
 
-    def __init__(self, problem: Problem, k: Any, v: Any, k_barriers: Barriers, v_barriers: Barriers):
-        self.problem = problem
+    def __init__(self, size: int, k: Any, v: Any, k_barriers: Barriers, v_barriers: Barriers):
+        self.size = size
         self.tiles = (k, v)
         self.barriers = (k_barriers, v_barriers)
 
     def fetch(self, which: int, source: Any, slot: jax.Array, rows: Scalars) -> None:
-        """Copies `pieces` runs of rows of a [rows, D] reference into a slot that all warps have read."""
-        size = self.problem.block_size
-        for chunk in range(self.problem.chunks):
+        """Copies runs of `size` rows of a [rows, D] reference into a slot that all warps have read."""
+        size = self.size
+        for chunk in range(len(self.tiles[which])):
             for piece, row in enumerate(rows):
                 plgpu.copy_gmem_to_smem(
                     source.at[pl.ds(row, size), pl.ds(64 * chunk, 64)],
@@ -142,19 +142,29 @@ def locate(problem: Problem, b: Any, k: Any, j: Any) -> Job:
     return Job(b=b, k=k, branch=branch, number=number, tile=tile, split=split, splits=splits)
 
 
-def _load_rows(ref: Any, *at: Any) -> jax.Array:
+def load_rows(ref: Any, *at: Any) -> jax.Array:
     """A vector over the rows of a tile, from global memory."""
     return plgpu.load(ref.at[at], layout=PER_ROW, optimized=False)
 
 
-def _range_words(low: jax.Array, high: jax.Array) -> list[jax.Array]:
-    """The columns from `low` up to before `high` of each row."""
+def range_words(low: jax.Array | None, high: jax.Array, words: int = WORDS) -> list[jax.Array]:
+    """The columns from `low` (or the first) up to before `high` of each row, of tiles of 32 * `words` columns."""
 
-    def below(bound: jax.Array, half: int) -> jax.Array:
-        bound = jnp.clip(bound - 32 * half, 0, 32)
+    def below(bound: jax.Array, word: int) -> jax.Array:
+        bound = jnp.clip(bound - 32 * word, 0, 32)
         return jnp.where(bound == 32, -1, (1 << (bound & 31)) - 1)
 
-    return [below(high, half) & ~below(low, half) for half in range(WORDS)]
+    found = [below(high, word) for word in range(words)]
+    return found if low is None else [had & ~below(low, word) for word, had in enumerate(found)]
+
+
+def mask_columns(s: jax.Array, words: Sequence[jax.Array]) -> jax.Array:
+    """Scores with those columns masked whose bit is not set in their row's words, lowest columns first."""
+    columns = plgpu.broadcasted_iota(I32, s.shape, 1, layout=WGMMA)
+    chosen = along_rows(words[-1], s.shape[1])
+    for index in reversed(range(len(words) - 1)):
+        chosen = jnp.where(columns < 32 * (index + 1), along_rows(words[index], s.shape[1]), chosen)
+    return jnp.where(((chosen >> (columns & 31)) & 1) == 1, s, MASKED)
 
 
 class Keys:
@@ -177,7 +187,7 @@ class Keys:
         row = plgpu.broadcasted_iota(I32, (ROWS,), 0, layout=PER_ROW)
         self.node = (lax.div(row, jnp.int32(tiling.heads)) + lax.rem(first_node, jnp.int32(tiling.group))) & 31
         self.table = job.tile + pick(job.branch, [0, tiling.tiles, tiling.tiles + tiling.dense_tiles])
-        self.below = _load_rows(refs.below, job.b, self.table)
+        self.below = load_rows(refs.below, job.b, self.table)
 
         length, window = self.length, problem.window
         first = lax.div(jnp.maximum(length - window + 1, 0), jnp.int32(ROWS))
@@ -188,7 +198,12 @@ class Keys:
         self.limit = pick(job.branch, [length, length, entries][:many])
         self.whole_from = pick(job.branch, [0, length + tiling.nodes - window, 0][:many])
         self.dense_count = lax.div(self.limit + ROWS - 1, jnp.int32(ROWS)) - self.base
+        # Rows see a part of a large tree: nodes of a chain what comes before them, and in the window little of that.
+        self.tree_first: Any = 0
         self.tree_count = pick(job.branch, problem.tree_tiles)
+        if refs.tree_range is not None:
+            self.tree_first = refs.tree_range[job.b, self.table, 0]
+            self.tree_count = refs.tree_range[job.b, self.table, 1] - self.tree_first
 
     def count_cached(self) -> jax.Array:
         """Key tiles of the cache; sets what the tree's masks need."""
@@ -238,7 +253,7 @@ class Keys:
             if self.problem.pieces > 1:
                 high = jnp.where(self.owned(own), high, start)
             low = jnp.clip(self.below + 1 - row, 0, size) + start
-            found.append(_range_words(low, plgpu.layout_cast(jnp.zeros((ROWS,), I32) + high, PER_ROW)))
+            found.append(range_words(low, plgpu.layout_cast(jnp.zeros((ROWS,), I32) + high, PER_ROW)))
         low, high = (functools.reduce(jnp.bitwise_or, halves) for halves in zip(*found, strict=True))
         return low, high
 
@@ -271,7 +286,7 @@ class Keys:
         else:
             steps = jnp.where(self.selected, refs.block_columns.shape[1], 0)
             reach = lax.fori_loop(0, steps, lambda e, reach: add(reach, *self.last_listed(e)), reach)
-        path = [_load_rows(refs.words, b, self.table, i * WORDS + half) for half in range(WORDS)]
+        path = [load_rows(refs.words, b, self.table, i * WORDS + half) for half in range(WORDS)]
         low, high = (word & jnp.where(self.selected, had, -1) for word, had in zip(path, reach, strict=True))
         return low, high
 
@@ -287,13 +302,13 @@ def attend(
     queue = tuple(keys.rows(job.split + stage * job.splits) for stage in range(stages + 1))
     bits = keys.bits(job.split)
     count = keys.count_cached()
-    end = count + keys.tree_count
+    end, of_cache = count + keys.tree_count, count - keys.tree_first  # tile n >= count is the tree's n - of_cache
     sources = keys.refs.sources(job.b, job.k)
 
     def fetch(which: int, slot: Any, tile: jax.Array, rows: Scalars) -> None:
         """Fills a slot, which all warps have read, with a tile, if there is one; `rows` of a cached tile."""
         of_tree = tile >= count
-        rows = tuple(jnp.where(of_tree, t, c) for t, c in zip(keys.tree_rows(tile - count), rows, strict=True))
+        rows = tuple(jnp.where(of_tree, t, c) for t, c in zip(keys.tree_rows(tile - of_cache), rows, strict=True))
         number = jnp.where(of_tree, 1, 0) + jnp.where(job.branch == COMPRESSED, 2, 0)
         for candidate, pair in sources.items():
 
@@ -319,12 +334,10 @@ def attend(
     def masked(s: jax.Array, tile: jax.Array, rows: Scalars, bits: Scalars) -> jax.Array:
         low, high = keys.cached_words(rows, bits)
         if max(problem.tree_tiles):
-            tree_tile = jnp.clip(tile - count, 0, max(problem.tree_tiles) - 1)
+            tree_tile = jnp.maximum(tile - of_cache, 0)
             tree = keys.tree_words(tree_tile) if keys.one_tile is None else keys.one_tile
             low, high = (jnp.where(tile < count, c, t) for c, t in zip((low, high), tree, strict=True))
-        columns = plgpu.broadcasted_iota(I32, (ROWS, ROWS), 1, layout=WGMMA)
-        half = jnp.where(columns < 32, along_rows(low), along_rows(high))
-        return jnp.where(((half >> (columns & 31)) & 1) == 1, s, MASKED)
+        return mask_columns(s, (low, high))
 
     def multiply_keys(acc_ref: Any, slot: Any) -> None:
         for chunk in range(chunks):

@@ -1,11 +1,12 @@
 """The sum over branches and splits of the Hopper kernels, as inline instructions; not for the interpreter.
 
-A warp takes a row, lane l its columns 4 l to 4 l + 3 (or two columns); lane s also weighs partial result s. All loads
-are independent of each other.
+A warp takes a row, lane l its columns 4 l to 4 l + 3 (or two columns); lane s also weighs partial results s, s + 32 and
+so on. All loads are independent of each other, and those of the first partial results come first.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -14,12 +15,13 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 from jaxlib.mlir.dialects import math as math_dialect
 
-from .mosaic_problem import SELECTED, Problem
+from .mosaic_problem import Cut
 from .mosaic_rows import ROWS
 
 plgpu: Any = jax.experimental.pallas.mosaic_gpu  # its type hints do not describe what it accepts
 
 LANES, WARPS = 32, 4
+AHEAD = 36  # of them that are loaded before the weights are known; registers hold no more
 
 
 def _i32(value: int) -> Any:
@@ -45,10 +47,10 @@ def _less(a: Any, b: Any) -> Any:
     return arith.cmpi(arith.CmpIPredicate.slt, a, b)
 
 
-def _address(base: Any, index: Any) -> Any:
-    """The address of a float32 element."""
+def _address(base: Any, index: Any, kind: Any = None) -> Any:
+    """The address of an element, float32 by default."""
     wide = arith.extsi(ir.IntegerType.get_signless(64), index)
-    return mgpu.utils.getelementptr(base, [wide], ir.F32Type.get())
+    return mgpu.utils.getelementptr(base, [wide], ir.F32Type.get() if kind is None else kind)
 
 
 def _load(base: Any, index: Any, width: int = 1) -> Any:
@@ -71,51 +73,55 @@ def _over_lanes(x: Any, operation: Any) -> Any:
     return x
 
 
-def combine(problem: Problem, at: tuple[Any, Any, Any, Any], refs: tuple[Any, ...]) -> None:
-    """Adds the splits of some rows of a selected tile in split order, applies gates and writes the output.
+def combine(cut: Cut, at: tuple[Any, Any, Any, Any], refs: tuple[Any, ...]) -> None:
+    """Adds the splits of some rows of a row tile in split order, applies gates and writes the output.
 
     Args:
-      problem: the call.
-      at: sequence, KV head, selected tile, and which `WARPS` rows of it.
-      refs: partial results [rows, D], statistics [2, rows], gates [B, T, K, G, 3], output [B, T, K, G, D].
+      cut: the call.
+      at: sequence, KV head, tile of the first branch, and which `WARPS` rows of it.
+      refs: partial results [rows, D], statistics [2, rows], gates [B, T, K, G, 3] if there are any, after them perhaps
+        the output of one more branch under the first gate, output [B, T, K, G, D].
     """
-    tiling, dim = problem.rows, problem.dim
-    heads, kv_heads = tiling.heads, problem.kv_heads
+    tiling, dim = cut.rows, cut.dim
+    heads, kv_heads = tiling.heads, cut.kv_heads
     scalar = plgpu.Layout.WG_SPLAT
     width = dim // LANES
 
-    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * 4, *[scalar] * 4))
-    def run(ctx: Any, partial: Any, stats: Any, gates: Any, out: Any, *scalars: Any) -> None:
-        b, k, tile, chunk = (x.registers.flat[0] for x in scalars)
-        padded = ir.MemRefType(stats.type).shape[1]
-        partial, stats, gates, out = (mgpu.utils.memref_ptr(x) for x in (partial, stats, gates, out))
+    @plgpu.inline_mgpu(arg_types=(*[plgpu.RefType()] * len(refs), *[scalar] * 4))
+    def run(ctx: Any, *arguments: Any) -> None:
+        b, k, tile, chunk = (x.registers.flat[0] for x in arguments[len(refs) :])
+        padded = ir.MemRefType(arguments[1].type).shape[1]
+        stored = ir.MemRefType(arguments[len(refs) - 1].type).element_type
+        partial, stats, *gates, out = (mgpu.utils.memref_ptr(x) for x in arguments[: len(refs)])
         thread = mgpu.utils.thread_idx()
         lane = arith.remui(thread, _i32(LANES))
         warp = arith.remui(arith.divui(thread, _i32(LANES)), _i32(WARPS))
         head = _add(_times(b, kv_heads), k)
         dense = arith.divui(tile, _i32(tiling.dense_per_selected))
         inside = _times(arith.remui(tile, _i32(tiling.dense_per_selected)), tiling.per_tile * heads)
+        numbers = [_add(lane, _i32(first)) for first in range(0, sum(cut.most_splits), LANES)]
 
-        # First partial row and number of splits of each branch; where this lane's split begins.
-        starts, counts, mine, first = [], [], None, 0
-        kind = _i32(problem.branches[0])
-        for branch, splits in enumerate(problem.splits):
-            jobs, number, count = problem.jobs[branch], dense if branch else tile, _i32(splits)
-            job = _add(_times(head, jobs), _times(number, splits), _i32(problem.first_partial(branch)))
+        # First partial row and number of splits of each branch; where this lane's splits begin.
+        starts, counts, first = [], [], 0
+        mine, kinds = [], [_i32(cut.branches[0])] * len(numbers)
+        for branch, splits in enumerate(cut.splits):
+            jobs, tile_number, count = cut.jobs[branch], dense if branch else tile, _i32(splits)
+            job = _add(_times(head, jobs), _times(tile_number, splits), _i32(cut.first_partial(branch)))
             start = _add(_times(job, ROWS), *([inside] if branch else []))
-            if branch == SELECTED:
-                count = arith.select(_less(tile, _i32(tiling.tiles - 1)), count, _i32(problem.last))
+            if not branch:
+                count = arith.select(_less(tile, _i32(tiling.tiles - 1)), count, _i32(cut.last))
             starts.append(start)
             counts.append(count)
-            split = arith.subi(lane, _i32(first))
-            own = _add(start, _times(arith.select(_less(split, count), split, _i32(0)), ROWS))
-            if mine is None:
-                mine = own
-            else:
-                here = arith.cmpi(arith.CmpIPredicate.sge, lane, _i32(first))
-                mine = arith.select(here, own, mine)
-                kind = arith.select(here, _i32(problem.branches[branch]), kind)
-            first += splits
+            for index, number in enumerate(numbers):
+                split = arith.subi(number, _i32(first))
+                own = _add(start, _times(arith.select(_less(split, count), split, _i32(0)), ROWS))
+                if not branch:
+                    mine.append(own)
+                else:
+                    here = arith.cmpi(arith.CmpIPredicate.sge, number, _i32(first))
+                    mine[index] = arith.select(here, own, mine[index])
+                    kinds[index] = arith.select(here, _i32(cut.branches[branch]), kinds[index])
+            first += cut.most_splits[branch]
 
         row = _add(_times(chunk, WARPS), warp)
         node = _add(_times(tile, tiling.per_tile), arith.divui(row, _i32(heads)))
@@ -124,36 +130,54 @@ def combine(problem: Problem, at: tuple[Any, Any, Any, Any], refs: tuple[Any, ..
         node = arith.select(valid, node, _i32(0))
         query = _times(_add(_times(_add(_times(b, tiling.nodes), node), kv_heads), k), heads)
         query = _add(query, arith.remui(row, _i32(heads)))
-        top, norm = _load(stats, _add(mine, row)), _load(stats, _add(mine, row, _i32(padded)))
-        gate = _load(gates, _add(_times(query, 3), kind))
+        tops = [_load(stats, _add(own, row)) for own in mine]
+        norms = [_load(stats, _add(own, row, _i32(padded))) for own in mine]
+        shares = [_load(gates[0], _add(_times(query, 3), kind)) if gates else _f32(1.0) for kind in kinds]
         column = _times(lane, width)
         parts = []
-        for branch, splits in enumerate(problem.splits):
+        for branch, splits in enumerate(cut.most_splits):
             for split in range(splits):
                 number = _i32(split)
-                if branch == SELECTED and split >= problem.last:  # the first again, which weighs nothing here
-                    number = arith.select(_less(number, counts[branch]), number, _i32(0))
+                if split >= min(cut.splits[branch], splits if branch else cut.last):
+                    number = arith.select(_less(number, counts[branch]), number, _i32(0))  # the first weighs 0 then
                 start = _add(starts[branch], _times(number, ROWS), row)
-                parts.append(_load(partial, _add(_times(start, dim), column), width))
+                place = _add(_times(start, dim), column)
+                ahead = len(parts) < AHEAD
+                parts.append((place, _load(partial, place, width) if ahead else None))
 
         low = _f32(-3e38)
-        weight, first = _f32(0.0), 0
-        for splits, count in zip(problem.splits, counts, strict=True):
-            split = arith.subi(lane, _i32(first))
-            here = arith.andi(arith.cmpi(arith.CmpIPredicate.sge, split, _i32(0)), _less(split, count))
-            highest = _over_lanes(arith.select(here, top, low), arith.maximumf)
-            factor = _exp2(arith.subf(arith.select(here, top, low), highest))
-            share = arith.select(here, arith.mulf(factor, norm), _f32(0.0))
-            whole = _over_lanes(share, arith.addf)
-            seen = arith.andi(here, arith.cmpf(arith.CmpFPredicate.OGT, whole, _f32(0.0)))
-            scaled = arith.divf(arith.mulf(factor, gate), arith.maximumf(whole, _f32(1e-30)))
-            weight = arith.select(seen, scaled, weight)
+        weights, first = [_f32(0.0)] * len(numbers), 0
+        for splits, count in zip(cut.most_splits, counts, strict=True):
+            there, factors, masses = [], [], []
+            for number in numbers:
+                split = arith.subi(number, _i32(first))
+                there.append(arith.andi(arith.cmpi(arith.CmpIPredicate.sge, split, _i32(0)), _less(split, count)))
+            highest = [arith.select(here, top, low) for here, top in zip(there, tops, strict=True)]
+            peak = _over_lanes(functools.reduce(arith.maximumf, highest), arith.maximumf)
+            for here, top, norm in zip(there, highest, norms, strict=True):
+                factors.append(_exp2(arith.subf(top, peak)))
+                masses.append(arith.select(here, arith.mulf(factors[-1], norm), _f32(0.0)))
+            whole = _over_lanes(functools.reduce(arith.addf, masses), arith.addf)
+            positive = arith.cmpf(arith.CmpFPredicate.OGT, whole, _f32(0.0))
+            for index, here in enumerate(there):
+                scaled = arith.divf(arith.mulf(factors[index], shares[index]), arith.maximumf(whole, _f32(1e-30)))
+                weights[index] = arith.select(arith.andi(here, positive), scaled, weights[index])
             first += splits
         kind_of = ir.VectorType.get((width,), ir.F32Type.get())
         result = vector.broadcast(kind_of, _f32(0.0))
-        for number, part in enumerate(parts):
-            result = math_dialect.fma(vector.broadcast(kind_of, _from_lane(weight, number)), part, result)
+        for number, (place, part) in enumerate(parts):
+            if part is None:
+                part = _load(partial, place, width)
+            weight = _from_lane(weights[number // LANES], number % LANES)
+            result = math_dialect.fma(vector.broadcast(kind_of, weight), part, result)
+        if len(gates) > 1:
+            other = _load(gates[1], _add(_times(query, dim), column), width)
+            gate = vector.broadcast(kind_of, _load(gates[0], _times(query, 3)))
+            result = math_dialect.fma(gate, other, result)
+        if stored != ir.F32Type.get():
+            result = arith.truncf(ir.VectorType.get((width,), stored), result)
+        size = 4 if stored == ir.F32Type.get() else 2
         with mgpu.utils.when(valid):
-            llvm.store(result, _address(out, _add(_times(query, dim), column)), alignment=4 * width)
+            llvm.store(result, _address(out, _add(_times(query, dim), column), stored), alignment=size * width)
 
     run(*refs, *at)

@@ -14,12 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..errors import UnsupportedKernelError
+from ..hopper import require_hopper
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries
 from . import tiles
-from .hopper import require_hopper
 from .mosaic_kernel import attention
 from .mosaic_rows import ROWS, row_tiles
 from .schedule import MergedSchedule
@@ -29,7 +30,9 @@ MAX_UNION = 1024
 MAX_NODES = 4096  # longer passes are prefill: tile them outside
 
 # Layers of one shape share a trace and a lowering, which takes seconds.
-_attention = functools.partial(jax.jit, static_argnames=("geometry", "scale", "compressed", "config"))(attention)
+_attention = functools.partial(jax.jit, static_argnames=("geometry", "scale", "compressed", "config", "dtype"))(
+    attention
+)
 
 
 def require_supported(
@@ -110,6 +113,8 @@ def lowered(
     geometry: Geometry,
     scale: float,
     compressed: bool = False,
+    added: Float[Array, "B T K G D"] | None = None,
+    dtype: DTypeLike = jnp.float32,
     config: tiles.TileConfig | None = None,
     interpret: Any = None,
 ) -> Float[Array, "B T K G D"]:
@@ -118,13 +123,16 @@ def lowered(
     Args:
       q, cached, tree, queries, schedule, gates, geometry, scale: as the op.
       compressed: whether to add the compressed branch.
+      added: the compressed branch, where another launch made it: float32, without its gate.
+      dtype: of the output.
       config: tile configuration, by default the one of `choose`.
       interpret: parameters of the interpreter, or None.
     """
     require_supported(q, cached, tree, schedule, geometry)
     config = choose(q, cached, schedule, geometry, compressed=compressed) if config is None else config
-    arguments = (q, cached, tree, queries, schedule, gates)
+    arguments, dtype = (q, cached, tree, queries, schedule, gates), jnp.dtype(dtype)
     options: dict[str, Any] = {"geometry": geometry, "scale": scale, "compressed": compressed, "config": config}
+    options |= {"added": added, "dtype": dtype}
     if interpret is not None:
         return attention(*arguments, **options, interpret=interpret)
     return _attention(*arguments, **options)

@@ -1,7 +1,6 @@
 """The launch around `mosaic_attend`: jobs of a grid, partial results, and the sum over branches and splits.
 
-Blocks leave (maximum, sum, accumulator) in global memory. A second launch adds the splits in split order, applies the
-gates and writes the output. (On an H200 the last block to arrive at a row tile took longer than that for the sum.)
+Blocks leave (maximum, sum, accumulator) in global memory, for `mosaic_sum`.
 """
 
 from __future__ import annotations
@@ -12,16 +11,17 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries
 from .mosaic_attend import Barriers, Job, Keys, Ring, attend, locate, pick
-from .mosaic_combine import LANES, WARPS, combine
+from .mosaic_combine import LANES
 from .mosaic_inline import store_rows
 from .mosaic_problem import SELECTED, Inputs, Problem
 from .mosaic_rows import ROWS, pass_masks, row_tiles
+from .mosaic_sum import PARAMETERS, add_partials
 from .schedule import MergedSchedule
 from .tiles import TileConfig
 
@@ -78,41 +78,24 @@ def _scratch(problem: Problem, dtype: Any, interpret: bool) -> tuple[list[Any], 
         named: dict[str, Any] = {"q": views[:chunks], "p": rest.pop() if interpret else None}
         named["q_barrier"] = rest[0] if rest else array.at[2 * stages]
         k_barriers, v_barriers = Barriers(array, 0), Barriers(array, stages)
-        named["ring"] = Ring(problem, views[chunks : 2 * chunks], views[2 * chunks :], k_barriers, v_barriers)
+        named["ring"] = Ring(
+            problem.block_size, views[chunks : 2 * chunks], views[2 * chunks :], k_barriers, v_barriers
+        )
         return named
 
     return [*buffers, *barriers, *last], name
 
 
-def _sum(problem: Problem, partial: Array, stats: Array, gates: Array) -> Array:
-    """What `combine` computes, for the interpreter."""
-    rows, total = problem.rows, 0.0
-    count = rows.per_tile * rows.heads
-    lead = (problem.batch, problem.kv_heads)
-    for branch, (splits, tiles) in enumerate(zip(problem.splits, problem.row_tiles, strict=True)):
-        first = problem.first_partial(branch) * ROWS
-        last = first + problem.batch * problem.kv_heads * problem.jobs[branch] * ROWS
-        job = np.arange(tiles)[:, None] * splits + np.arange(splits)
-        there = job < problem.jobs[branch]
-        job = np.where(there, job, 0)
-        acc = partial[first:last].reshape(*lead, -1, ROWS, problem.dim)[:, :, job]
-        top, norm = (x[first:last].reshape(*lead, -1, ROWS)[:, :, job] for x in stats)
-        top = jnp.where(there[..., None], top, -3e38)
-        factor = jnp.where(there[..., None], jnp.exp2(top - top.max(axis=3, keepdims=True)), 0.0)
-        norm = (factor * norm).sum(axis=3)[..., None]
-        mine = jnp.where(norm > 0, (factor[..., None] * acc).sum(axis=3) / jnp.maximum(norm, 1e-30), 0.0)
-        if branch != SELECTED:  # dense tiles to selected ones
-            mine = mine[..., : rows.dense_per_selected * count, :]
-            mine = mine.reshape(*lead, -1, count, mine.shape[-1])[:, :, : rows.tiles]
-        mine = mine[..., :count, :].reshape(*lead, -1, rows.heads, mine.shape[-1])[:, :, : rows.nodes]
-        total += gates[..., problem.branches[branch], None] * jnp.moveaxis(mine, 1, 2)
-    return jnp.asarray(total)
-
-
 def launch(
-    problem: Problem, inputs: Inputs, gates: Float[Array, "B T K G 3"], *, interpret: Any = None
+    problem: Problem,
+    inputs: Inputs,
+    gates: Float[Array, "B T K G 3"],
+    *,
+    added: Array | None = None,
+    dtype: DTypeLike = F32,
+    interpret: Any = None,
 ) -> Float[Array, "B T K G D"]:
-    """Runs the kernels; in the interpreter XLA adds."""
+    """Runs the kernels."""
     rows = problem.rows
     fields = [f for f in Inputs.__dataclass_fields__ if getattr(inputs, f) is not None]
     arrays = [getattr(inputs, f) for f in fields]
@@ -120,12 +103,8 @@ def launch(
     padded = problem.partials * ROWS
     partial_type = jax.ShapeDtypeStruct((padded, problem.dim), F32)
     stats_type = jax.ShapeDtypeStruct((2, padded), F32)
-    out_type = jax.ShapeDtypeStruct(inputs.q.shape, F32)
     # Barriers are explicit: every copy into a slot comes after a `sync` that follows its last use.
-    parameters = plgpu.CompilerParams(
-        approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-    )
-    options = {"compiler_params": parameters, "interpret": interpret}
+    options = {"compiler_params": PARAMETERS, "interpret": interpret}
     grid = {"grid": (sum(problem.jobs), problem.kv_heads, problem.batch), "grid_names": ("j", "k", "b")}
 
     def partials(*args: Any) -> None:
@@ -150,23 +129,12 @@ def launch(
         stats_ref[0, pl.ds(first, ROWS)] = top
         stats_ref[1, pl.ds(first, ROWS)] = norm
 
-    def add(*refs: Any) -> None:
-        b, k, tile, chunk = (lax.axis_index(axis) for axis in ("b", "k", "i", "r"))
-        combine(problem, (b, k, tile, chunk), refs)
-
-    partials.__name__, add.__name__ = "sparse_attention", "sparse_combine"
+    partials.__name__ = "sparse_attention"
     split = plgpu.kernel(partials, out_type=[partial_type, stats_type], scratch_types=scratch_types, **grid, **options)
     partial, stats = split(*arrays)
-    if interpret is not None:
-        return _sum(problem, partial, stats, gates)
-    chunks = -(-rows.per_tile * rows.heads // WARPS)
-    return plgpu.kernel(
-        add,
-        out_type=out_type,
-        grid=(chunks, rows.tiles, problem.kv_heads, problem.batch),
-        grid_names=("r", "i", "k", "b"),
-        **options,
-    )(partial, stats, gates)
+    return add_partials(
+        problem, partial, stats, gates, name="sparse_combine", added=added, dtype=dtype, interpret=interpret
+    )
 
 
 def attention(
@@ -181,9 +149,11 @@ def attention(
     scale: float,
     compressed: bool,
     config: TileConfig,
+    added: Float[Array, "B T K G D"] | None = None,
+    dtype: DTypeLike = F32,
     interpret: Any = None,
 ) -> Float[Array, "B T K G D"]:
-    """Selected and window branch, and the compressed one if asked for; float32 out."""
+    """Selected and window branch, and the compressed one: computed if asked for, or as another launch `added` it."""
     batch, nodes, kv_heads, heads, dim = q.shape
     rows = row_tiles(nodes, heads, schedule.group, config.dense_nodes)
     slots = tree.k_cmp.shape[2] if compressed else 0
@@ -218,9 +188,10 @@ def attention(
         words=masks.words,
         below=masks.below,
         block_columns=masks.block_columns,
+        tree_range=masks.tree_range if max(problem.tree_tiles) > 1 else None,
         k_cmp=cached.k_cmp if compressed else None,
         v_cmp=cached.v_cmp if compressed else None,
         tree_k_cmp=tree.k_cmp if slots else None,
         tree_v_cmp=tree.v_cmp if slots else None,
     )
-    return launch(problem, inputs, gates.astype(F32), interpret=interpret)
+    return launch(problem, inputs, gates.astype(F32), added=added, dtype=dtype, interpret=interpret)

@@ -65,7 +65,7 @@ def row_tiles(nodes: int, heads: int, group: int, max_nodes: int | None = None) 
     return RowTiles(nodes=nodes, heads=heads, group=group, per_tile=per_tile, dense_per_selected=dense)
 
 
-def _rows_of(tiles: int, per_tile: int, heads: int, nodes: int) -> tuple[np.ndarray, np.ndarray]:
+def rows_of(tiles: int, per_tile: int, heads: int, nodes: int) -> tuple[np.ndarray, np.ndarray]:
     """Node of each row of each tile, and whether there is one."""
     row = np.arange(ROWS) // heads
     node = np.arange(tiles)[:, None] * per_tile + row
@@ -82,8 +82,9 @@ def _pack(bits: Bool[Array, "*dims X"]) -> Int[Array, "*dims W"]:
     return jax.lax.bitcast_convert_type(words, jnp.int32)
 
 
-def _row_words(bits: Bool[Array, "B T X"], tiles: int, per_tile: int, heads: int) -> Int[Array, "B tiles W 64"]:
-    node, valid = _rows_of(tiles, per_tile, heads, bits.shape[1])
+def row_words(bits: Bool[Array, "B T X"], tiles: int, per_tile: int, heads: int) -> Int[Array, "B tiles W 64"]:
+    """What each row of each tile sees of X columns: a word for 32 columns, whole key tiles of 64."""
+    node, valid = rows_of(tiles, per_tile, heads, bits.shape[1])
     words = _pack(bits)[:, node] * jnp.asarray(valid[..., None], jnp.int32)
     return jnp.swapaxes(words, 2, 3)
 
@@ -98,11 +99,22 @@ class PassMasks:
         branch, completed entries.
       below: the last cached position out of each row's window, far below all for rows of branches without one.
       block_columns: tree columns whose block is the e-th block from the one that holds the length.
+      tree_range: first and last + 1 key tile of the tree that any row sees something of.
     """
 
     words: Int[Array, "B X W 64"]
     below: Int[Array, "B X 64"]
     block_columns: Int[Array, "B E W2"]
+    tree_range: Int[Array, "B X 2"]
+
+
+def tree_range(words: Int[Array, "B X W 64"]) -> Int[Array, "B X 2"]:
+    """First and last + 1 key tile that has a bit in any row; 0 and 0 without one."""
+    seen = (words != 0).any(-1).reshape(*words.shape[:2], -1, WORDS).any(-1)
+    tiles = seen.shape[2]
+    first = jnp.where(seen.any(2), jnp.argmax(seen, axis=2), 0)
+    end = jnp.where(seen, jnp.arange(1, tiles + 1), 0).max(2)
+    return jnp.stack([first, end], axis=2).astype(jnp.int32)
 
 
 def pass_masks(queries: TreeQueries, completions: Completions | None, geometry: Geometry, tiles: RowTiles) -> PassMasks:
@@ -113,12 +125,12 @@ def pass_masks(queries: TreeQueries, completions: Completions | None, geometry: 
     blocks = -(-(tiles.nodes + size - 1) // size)
     offset = position // size - (queries.length // size)[:, None]
     near = position[:, None] > position[:, :, None] - geometry.window
-    node, valid = _rows_of(dense, per_dense, heads, tiles.nodes)
+    node, valid = rows_of(dense, per_dense, heads, tiles.nodes)
     everywhere = jnp.full((position.shape[0], tiles.tiles, ROWS), -NOWHERE, jnp.int32)
     window = jnp.where(jnp.asarray(valid), position[:, node] - geometry.window, NOWHERE).astype(jnp.int32)
     words = [
-        _row_words(queries.ancestor, tiles.tiles, tiles.per_tile, heads),
-        _row_words(queries.ancestor & near, dense, per_dense, heads),
+        row_words(queries.ancestor, tiles.tiles, tiles.per_tile, heads),
+        row_words(queries.ancestor & near, dense, per_dense, heads),
     ]
     below = [everywhere, window]
     if completions is not None:
@@ -126,10 +138,12 @@ def pass_masks(queries: TreeQueries, completions: Completions | None, geometry: 
     if completions is not None and completions.node.shape[1]:
         at = jnp.maximum(completions.node, 0)[:, None]
         sees = jnp.take_along_axis(queries.ancestor, at, axis=2) & (completions.node >= 0)[:, None]
-        completed = _row_words(sees, dense, per_dense, heads)
+        completed = row_words(sees, dense, per_dense, heads)
         words.append(jnp.pad(completed, [(0, 0), (0, 0), (0, words[0].shape[2] - completed.shape[2]), (0, 0)]))
+    joined = jnp.concatenate(words, axis=1)
     return PassMasks(
-        words=jnp.concatenate(words, axis=1),
+        words=joined,
         below=jnp.concatenate(below, axis=1),
         block_columns=_pack(offset[:, None] == jnp.arange(blocks)[:, None]),
+        tree_range=tree_range(joined),
     )

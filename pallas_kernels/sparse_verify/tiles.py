@@ -86,8 +86,9 @@ def heuristic(
 
 
 @functools.cache
-def _tuned(device: str) -> dict[str, dict[str, dict[str, Any]]]:
-    path = pathlib.Path(__file__).parent / "tiles" / f"{device}.json"
+def tuned(op: str, device: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Measured configurations of an op's folder, by kernel and workload; empty for a device without them."""
+    path = pathlib.Path(__file__).parents[1] / op / "tiles" / f"{device}.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
@@ -101,5 +102,5 @@ def choose(op: str, *, nodes: int, group: int, dim: int, device: str = "nvidia_h
       workload: arguments of `heuristic`.
     """
     keys = workload["selected_tiles"], workload["dense_tiles"], workload["compressed_keys"]
-    entry = _tuned(device).get(op, {}).get(f"T{nodes} C{group} D{dim} " + " ".join(map(str, keys)))
+    entry = tuned("sparse_verify", device).get(op, {}).get(f"T{nodes} C{group} D{dim} " + " ".join(map(str, keys)))
     return TileConfig(**entry) if entry else heuristic(**workload)

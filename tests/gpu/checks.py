@@ -22,11 +22,13 @@ from ssv_jax.pallas_kernels import (
     Selection,
     block_select,
     compressed_attention,
+    dense_verify,
     refresh_attention,
     reuse_attention,
     sparse_verify,
 )
 from tests.e2e import harness
+from tests.gpu import step_checks
 from tests.pallas_kernels.mosaic_inputs import Call, make_call, op_module, relative_error
 
 KERNEL = "mosaic_gpu"
@@ -50,6 +52,8 @@ def random_workload(seed: int) -> Any:
     block_size = pick(32, 64, 64, 64)
     if seed % 16 == 15:  # a tree over many blocks
         nodes, block_size = 200, 32
+    chunk = seed % 16 == 14  # of a prompt
+    nodes = 300 if chunk else nodes
     blocks = pick(4, 9, 20, 33)
     capacity = max(blocks * block_size, -(-(nodes + block_size) // block_size) * block_size)
     spare = capacity - nodes
@@ -70,7 +74,7 @@ def random_workload(seed: int) -> Any:
         n_blocks=pick(3, 8, 16),
         window=pick(1, 63, 64, 100, 512),
         kernel_stride=pick(8, 16, 32) if block_size == 64 else 16,
-        chain=bool(pick(True, False)),
+        chain=bool(pick(True, False)) or chunk,
         dtype=pick("bfloat16", "bfloat16", "float16"),
     )
 
@@ -110,7 +114,8 @@ def check_ops(seed: int) -> dict[str, float]:
         jax.tree.map(np.testing.assert_array_equal, again, got)
 
     def definition(call: Call, blocks: Any, schedule: Any) -> dict[str, Any]:
-        merged = MergedSchedule(blocks=schedule[0], owners=schedule[1], group=work.group)
+        group = op_module("nsa_fused.mosaic_gpu").visit_group(work.nodes, work.heads, work.group)
+        merged = MergedSchedule(blocks=schedule[0], owners=schedule[1], group=group)
         own = outputs(call, work.group, "reference")
         arguments = (call.q, call.cached, call.tree, call.queries, call.gates)
         named: dict[str, Any] = {"geometry": call.geometry, "scale": call.scale, "implementation": "reference"}
@@ -131,6 +136,34 @@ def check_ops(seed: int) -> dict[str, float]:
             continue
         errors[name] = relative_error(got[name], want[name])
         assert errors[name] < tolerance, f"{name}: error {errors[name]:.2e}, tolerance {tolerance:.0e}: {work}"
+    return errors
+
+
+def check_dense(seed: int) -> dict[str, float]:
+    """Dense attention of one random call, with and without a window; returns relative errors."""
+    work = random_workload(seed)
+    rng = np.random.default_rng(seed + 1000)
+    asked = int(rng.integers(1, work.nodes + 1)) if seed % 4 == 3 else work.nodes
+    call = make_call(work, seed)
+    windows = (None, work.window)
+
+    def attend(call: Call, implementation: str) -> list[jax.Array]:
+        arguments = (call.q[:, -asked:], call.cached.k, call.cached.v, call.tree.k, call.tree.v, call.queries)
+        named: dict[str, Any] = {"scale": call.scale, "implementation": implementation}
+        return [dense_verify(*arguments, window=window, **named) for window in windows]
+
+    run = jax.jit(functools.partial(attend, implementation=KERNEL)).lower(call).compile()
+    spoil_free_memory()
+    got = jax.tree.map(np.asarray, run(call))
+    for _ in range(REPEATS):
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, run(call)), got)
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(functools.partial(attend, implementation="reference"))(call)
+    tolerance = op_module("sparse_verify.cases").TOLERANCE[work.dtype]
+    errors = {}
+    for window, ours, theirs in zip(windows, got, want, strict=True):
+        errors[f"window {window}"] = error = relative_error(ours, theirs)
+        assert error < tolerance, f"window {window}: error {error:.2e}, tolerance {tolerance:.0e}: {asked} of {work}"
     return errors
 
 
@@ -210,5 +243,9 @@ def check_tokens(prompt: int) -> dict[str, float]:
 
 CHECKS: dict[str, tuple[Callable[[int], dict[str, float]], tuple[int, ...]]] = {
     "ops": (check_ops, SHAPES),
+    "dense": (check_dense, SHAPES),
     "tokens": (check_tokens, PROMPTS),
+    "products": (step_checks.check_products, step_checks.SEEDS),
+    "nodes": (step_checks.check_nodes, step_checks.SEEDS),
+    "model": (step_checks.check_model, step_checks.NODES),
 }

@@ -69,8 +69,11 @@ def fill(buffer: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def tail(rows: np.ndarray, size: int) -> np.ndarray:
-    """The last `size` rows; those of negative positions are NaN, for nobody may compare them."""
-    return np.concatenate([np.full((HEADS, size, DIM), np.nan, np.float32), rows], axis=1)[:, -size:]
+    """The last `size` rows as a ring; rows that no position has reached are NaN, for nobody may compare them."""
+    ring = np.full((HEADS, size, DIM), np.nan, np.float32)
+    last = np.arange(max(rows.shape[1] - size, 0), rows.shape[1])
+    ring[:, last % size] = rows[:, last]
+    return ring
 
 
 def cache_of(text: Text, sizes: Geometry, garbage: dict[str, np.ndarray]) -> Cache:

@@ -108,6 +108,20 @@ def test_tiles_of_queries_change_nothing(window, monkeypatch):
     close(compiled(case, "xla", window)(given), whole, 1e-6)
 
 
+@pytest.mark.parametrize("name", ["xla", "reference"])
+def test_other_output_types_only_round(name):
+    """A caller that asks for bfloat16 gets float32, or sums in bfloat16."""
+    case = CASES[0]
+    given = make_pass(case, 9, random_parents(np.random.default_rng(0), case.nodes, "random")[None], 0)
+    arguments = (given.q, given.cached.k, given.cached.v, given.tree.k, given.tree.v, given.queries)
+    wide, narrow = (
+        dense_verify(*arguments, scale=case.scale, dtype=dtype, implementation=name)
+        for dtype in (jnp.float32, jnp.bfloat16)
+    )
+    assert narrow.dtype == jnp.bfloat16
+    same_bits(np.asarray(narrow), np.asarray(wide.astype(jnp.bfloat16)))
+
+
 def test_shapes_that_do_not_fit_are_refused():
     case = CASES[0]
     given = make_pass(case, 9, random_parents(np.random.default_rng(0), case.nodes, "random")[None], 0)

@@ -52,11 +52,11 @@ def test_a_chain_is_a_tree_without_branches():
 
 
 def brute_completions(parents: np.ndarray, length: int, sizes: Geometry) -> list[tuple[int, int, list[int]]]:
-    """(node, entry, rows) of one sequence: rows index the last l committed tokens, then the nodes."""
+    """(node, entry, rows) of one sequence: rows index a ring of the last l committed tokens, then the nodes."""
     out = []
     for node in range(len(parents)):
         path = oracle.tree_path(parents.tolist(), node)
-        tokens = [(position, position - length + sizes.kernel_size) for position in range(length)]
+        tokens = [(position, position % sizes.kernel_size) for position in range(length)]
         tokens += [(length + depth, sizes.kernel_size + n) for depth, n in enumerate(path)]
         before = oracle.num_visible(len(tokens) - 2, sizes.kernel_size, sizes.kernel_stride)
         after = oracle.num_visible(len(tokens) - 1, sizes.kernel_size, sizes.kernel_stride)

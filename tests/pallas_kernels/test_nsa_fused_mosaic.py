@@ -68,6 +68,21 @@ def test_refresh_layer_lowers(name):
     assert text.count(KERNEL) <= (4 if work.group in (1, 2, 4) else 5)
 
 
+def test_chunks_of_prompts_fill_row_tiles():
+    """A visit list for every token of a prompt, whose few heads leave a row tile nearly empty; regrouped trees."""
+    call = abstract_call(cases.LOWERED["chunk_64k"])
+
+    def refresh(call: Call) -> Any:
+        arguments = (call.q, call.cached, call.tree, call.queries, call.gates)
+        return ops.lowered_refresh(*arguments, geometry=call.geometry, scale=call.scale, group=1)
+
+    traced = jax.jit(refresh).trace(call)
+    assert traced.out_info[1].schedule.group == 16
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count(KERNEL) == 4
+    assert [ops.visit_group(129, 4, group) for group in (1, 5)] == [1, 5]
+    assert [ops.visit_group(512, heads, 2) for heads in (1, 3, 16)] == [16, 16, 4]
+
+
 def test_layers_share_their_kernels():
     """A model that takes minutes to compile, as every layer lowers kernels of its own."""
     work = cases.LOWERED["tree5_64k"]

@@ -54,7 +54,7 @@ def definition(call: Call) -> jax.Array:
     )
 
 
-@pytest.mark.parametrize("name", ["block_end", "crosses_block", "ragged"])
+@pytest.mark.parametrize("name", ["block_end", "crosses_block", "ragged", "chunk"])
 def test_interpreted_kernel_follows_the_definition(name):
     """Masks at the edges of blocks, cache, window and tree; splits; poison past the length read anywhere."""
     work = cases.SMALL[name]
