@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .engine import Chunk, Engine, Generation, GenerationOptions
-    from .errors import ContextLengthError, UsageError
+    from .errors import ContextLengthError, NumericsError, UsageError
     from .strategy import PrecisionClass, Strategy, TreeSpec
 
 _HOMES = {
@@ -19,6 +19,7 @@ _HOMES = {
     "Engine": "engine",
     "Generation": "engine",
     "GenerationOptions": "engine",
+    "NumericsError": "errors",
     "PrecisionClass": "strategy",
     "Strategy": "strategy",
     "TreeSpec": "strategy",
@@ -31,6 +32,7 @@ __all__ = [
     "Engine",
     "Generation",
     "GenerationOptions",
+    "NumericsError",
     "PrecisionClass",
     "Strategy",
     "TreeSpec",

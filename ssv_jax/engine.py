@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ from .planning import (
 from .profiles import Profile
 from .registry import DEFAULT_MODEL, resolve
 from .sampling import Sampling
-from .state import RUNNING, STOPPED, DecodeState, RoundStats
+from .state import RUNNING, STOPPED, DecodeState, RoundStats, check_finite
 from .stopping import StopScanner
 from .strategy import PrecisionClass, Strategy
 from .tokenizer import Tokenizer
@@ -223,7 +224,8 @@ class Engine:
                 for name, array in params.items()
             }
         self._graphdef, target = build(config, params, self.dtype)
-        self.lanes = build_lanes(strategies, config, draft_model, self.dtype, params, tap_convention)
+        asked = strategies, config, draft_model, self.dtype, params, tap_convention
+        self.lanes = build_lanes(*asked, implementation=self._implementation)
         self.precision = self.lanes.precision
         self._drafter = self.lanes.drafters[self.strategy.label]
         self._params = Params(target=target, draft=self.lanes.draft)
@@ -237,7 +239,8 @@ class Engine:
                 head_hash=self.head_hash,
             )
         self.variants = Variants(mesh)
-        self.rounds_per_call = _ROUNDS[_platform()]
+        self.least_capacity = _SMALLEST_CAPACITY  # more of it makes prompts of more lengths share executables
+        self.rounds_per_call = _ROUNDS[_platform() if self._planner is None else "cpu"]  # planners decide often
 
     @classmethod
     def load(
@@ -343,6 +346,7 @@ class Engine:
         Raises:
           UsageError: bad options, or an empty prompt or ids outside the vocabulary.
           ContextLengthError: a prompt that leaves no room.
+          NumericsError: logits that are not finite.
         """
         stream = self.stream(prompt, **options)
         while True:
@@ -399,9 +403,9 @@ class Engine:
             implementation=self._implementation,
         )
 
-    def _capacity(self, tokens: int) -> int:
+    def capacity_for(self, tokens: int) -> int:
         """A power of two that holds the tokens, or the whole context."""
-        return min(max(_SMALLEST_CAPACITY, 1 << (tokens - 1).bit_length()), self.config.max_position)
+        return min(max(self.least_capacity, 1 << (tokens - 1).bit_length()), self.config.max_position)
 
     @property
     def params(self) -> Params:
@@ -412,7 +416,7 @@ class Engine:
         """The state before prefill, and the static description of every strategy that can decode it."""
         decodings = {label: self._decoding(options, label) for label in self.lanes.strategies}
         decoding = decodings[self.lanes.base]
-        capacity = self._capacity(len(ids) + options.max_new_tokens)
+        capacity = self.capacity_for(len(ids) + options.max_new_tokens)
         width = 1 << (len(ids) - 1).bit_length()  # few shapes of the setup computation
         padded = np.zeros((1, min(width, capacity)), np.int32)
         padded[0, : len(ids)] = ids
@@ -436,18 +440,14 @@ class Engine:
         compiled_before = self.variants.compile_seconds
         sizes = prefill_sizes(len(ids))
         rounds = self.rounds_per_call
-        steps: dict[int, Callable[..., Any]] = {}
         jobs = sorted(set(sizes))
         ahead = list(decodings) if self._planner is None or self._planner.compiles_ahead else []
-        total = len(jobs) + len(ahead)
-        for done, size in enumerate(jobs):
-            self._progress("compile", done, total)
-            steps[size] = self.variants.prefill(decoding, self._params, state, size)
-        calls: dict[str, Callable[..., Any]] = {}
-        for done, label in enumerate(ahead, len(jobs)):
-            self._progress("compile", done, total)
-            calls[label] = self.variants.decode(decodings[label], self._params, state, rounds)
-        self._progress("compile", total, total)
+        variants, known = self.variants, (self._params, state)
+        work = [functools.partial(variants.prefill, decoding, *known, size) for size in jobs]
+        work += [functools.partial(variants.decode, decodings[label], *known, rounds) for label in ahead]
+        ready = variants.prepare(work, lambda done: self._progress("compile", done, len(work)))
+        steps = dict(zip(jobs, ready, strict=False))
+        calls = dict(zip(ahead, ready[len(jobs) :], strict=True))
         pilot = self._pilot(options)
 
         began = time.perf_counter()
@@ -457,6 +457,7 @@ class Engine:
             done = min(done + size, len(ids))
             jax.block_until_ready(state.status)
             self._progress("prefill", done, len(ids))
+        check_finite(state, 0)
         tokens = [int(state.history[0, len(ids)])]
         prefill_seconds = time.perf_counter() - began
 
@@ -495,6 +496,7 @@ class Engine:
                 trace[name] += getattr(out, name)[0][happened].tolist()
             self._progress("decode", len(tokens), options.max_new_tokens)
             yield Chunk(text=scanner.push(new), tokens=tuple(new))
+            check_finite(state, len(tokens))
             began = time.perf_counter() - decode_seconds  # the consumer's time is not ours
         rest = scanner.flush()
         if rest:

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from .accept import accept
+from .drafting.observing import Observing
 from .drafting.protocol import Drafter, Observation, Params
 from .models.cache import Cache, commit, geometry_of, init_cache
 from .models.config import LlamaConfig
@@ -25,7 +26,7 @@ from .models.llama import LlamaOutput, PassOptions
 from .pallas_kernels import TreeQueries, chain, overlap
 from .pallas_kernels.dispatch import Implementation
 from .sampling import GREEDY, Sampling, sample
-from .state import EXHAUSTED, RUNNING, STOPPED, DecodeState, Emitted, RoundStats
+from .state import EXHAUSTED, FAILED, RUNNING, STOPPED, DecodeState, Emitted, RoundStats
 from .tree import DraftTree, flatten, queries_of, take_rows
 
 # Sharing pays while groups agree (Sparse Speculative Verification leaves the rule open; this is ours).
@@ -137,10 +138,12 @@ def _cut(
     state: DecodeState,
     tokens: Int[Array, "B P"],
     available: Int[Array, " B"],
+    logits: Float[Array, "B V"],
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
     """How many of the available tokens are emitted, and the status after them.
 
     Tokens are scanned in order; the first stop token or the budget ends the scan, and on a tie the stop counts.
+    `logits` are those that the last token comes from: where they are not finite, nothing is emitted.
     """
     slot = jnp.arange(tokens.shape[1])
     stop = jnp.isin(tokens, jnp.asarray(decoding.stop_ids, jnp.int32)) & (slot < available[:, None])
@@ -150,8 +153,10 @@ def _cut(
     emitted = jnp.minimum(up_to_stop, allowed)
     status = jnp.where(emitted >= allowed, EXHAUSTED, RUNNING)
     status = jnp.where(stops & (up_to_stop <= allowed), STOPPED, status)
+    finite = jnp.isfinite(logits.max(-1))  # a NaN wins a maximum
+    status = jnp.where(finite, status, FAILED)
     running = state.status == RUNNING
-    return jnp.where(running, emitted, 0), jnp.where(running, status, state.status)
+    return jnp.where(running & finite, emitted, 0), jnp.where(running, status, state.status)
 
 
 def _run_target(decoding: Decoding, params: Params, *args: Any, **kwargs: Any) -> LlamaOutput:
@@ -162,7 +167,8 @@ def _commit(
     decoding: Decoding, cache: Cache, output: LlamaOutput, path: Int[Array, "B P"], count: Int[Array, " B"]
 ) -> Cache:
     nsa = decoding.config.nsa
-    return commit(cache, output.trees, path, count, geometry_of(nsa) if nsa else None)
+    geometry = geometry_of(nsa) if nsa else None
+    return commit(cache, output.trees, path, count, geometry, decoding.implementation)
 
 
 def prefill_chunk(decoding: Decoding, params: Params, state: DecodeState, size: int) -> tuple[DecodeState, Array]:
@@ -199,7 +205,7 @@ def prefill_chunk(decoding: Decoding, params: Params, state: DecodeState, size: 
     ends = (count > 0) & (cache.length == state.prompt)
     key = jax.random.fold_in(state.key, state.round)
     first = sample(key, output.logits[:, 0], decoding.sampling)
-    emitted, status = _cut(decoding, state, first[:, None], jnp.where(ends, 1, 0))
+    emitted, status = _cut(decoding, state, first[:, None], jnp.where(ends, 1, 0), output.logits[:, 0])
     status = jnp.where(ends, status, state.status)
     following = jnp.where(ends[:, None] & (jnp.arange(size) == last), first[:, None], tokens[:, 1:])
     drafter = decoding.drafter.observe(
@@ -249,7 +255,8 @@ def decode_round(decoding: Decoding, params: Params, state: DecodeState) -> tupl
     path = jnp.maximum(result.path, 0)
     drafts = take_rows(tree.tokens, jnp.roll(path, -1, axis=1))
     tokens = jnp.where(slot < result.num_accepted[:, None], drafts, result.bonus[:, None])
-    emitted, status = _cut(decoding, state, tokens, result.num_accepted + 1)
+    last = jnp.take_along_axis(path, result.num_accepted[:, None], axis=1)
+    emitted, status = _cut(decoding, state, tokens, result.num_accepted + 1, take_rows(output.logits, last)[:, 0])
     cache = _commit(decoding, state.cache, output, path, emitted)
     seen = Observation(
         tokens=tokens,
@@ -356,7 +363,10 @@ def decode_until(decoding: Decoding, params: Params, state: DecodeState, rounds:
         accepted=zeros,
         emitted=zeros,
     )
-    first = state.round
+    first, drafter = state.round, decoding.drafter
+    if isinstance(drafter, Observing):
+        entered = drafter.enter(state.drafter, rounds, decoding.config.hidden_size)
+        state = dataclasses.replace(state, drafter=entered)
 
     def running(carry: tuple[DecodeState, Emitted]) -> Bool[Array, ""]:
         return (carry[0].status == RUNNING).any() & (carry[0].round - first < rounds)
@@ -377,4 +387,7 @@ def decode_until(decoding: Decoding, params: Params, state: DecodeState, rounds:
             emitted=record(out.emitted, new.emitted),
         )
 
-    return jax.lax.while_loop(running, step, (state, empty))
+    state, out = jax.lax.while_loop(running, step, (state, empty))
+    if isinstance(drafter, Observing):
+        state = dataclasses.replace(state, drafter=drafter.leave(params, state.drafter))
+    return state, out

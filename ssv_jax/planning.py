@@ -29,6 +29,7 @@ from .errors import UsageError
 from .models.config import LlamaConfig
 from .models.eagle3_config import TapConvention
 from .models.layer_plan import LayerPlan
+from .pallas_kernels.dispatch import Implementation
 from .profiles import Profile, ProfileError
 from .strategy import AUTO, PrecisionClass, Strategy
 
@@ -71,38 +72,44 @@ def build_lanes(
     dtype: Any,
     params: Mapping[str, Any],
     tap_convention: TapConvention | None = None,
+    *,
+    head: tuple[Drafter, nnx.State] | None = None,
+    implementation: Implementation = None,
 ) -> Lanes:
     """Drafters for strategies that `check_drafter` accepts one by one; the head is read once.
 
     Args:
       strategies: the first autoregressive one prefills, else the first.
       config, draft_model, dtype, params, tap_convention: see `build_drafter`.
+      head: an EAGLE-3 drafter and its parameters that are in memory already, in place of `draft_model`.
+      implementation: of the head's attention, see `pallas_kernels.dispatch.run`.
 
     Raises:
       CheckpointError: a network that cannot be read or does not fit the target.
     """
-    head: Drafter | None = None
-    draft: nnx.State | None = None
+    network, draft = head or (None, None)
     drafters: dict[str, Drafter] = {}
     for strategy in strategies:
-        if strategy.draft == "eagle3" and head is None:
-            head, draft = build_drafter(strategy, config, draft_model, dtype, params, tap_convention)
+        if strategy.draft == "eagle3" and network is None:
+            network, draft = build_drafter(strategy, config, draft_model, dtype, params, tap_convention)
+    if isinstance(network, Eagle3Drafter):
+        network = dataclasses.replace(network, implementation=implementation)
     for strategy in strategies:
         size = strategy.size
         if size is None or strategy.draft == "ngram":
             own: Drafter = NoDrafter()
             if size is not None:
                 own = NgramDrafter(depth=size.depth, branches=size.topk, num_nodes=size.nodes)
-            drafters[strategy.label] = own if head is None else Observing(proposer=own, observer=head)
+            drafters[strategy.label] = own if network is None else Observing(proposer=own, observer=network)
             continue
-        assert isinstance(head, Eagle3Drafter)
+        assert isinstance(network, Eagle3Drafter)
         window = strategy.draft_window
         drafters[strategy.label] = dataclasses.replace(
-            head,
+            network,
             depth=size.depth,
             top_k=size.topk,
             num_nodes=size.nodes,
-            window=head.config.draft_window if window is None else window or None,
+            window=network.config.draft_window if window is None else window or None,
         )
     named = {strategy.label: strategy for strategy in strategies}
     plain = [label for label, strategy in named.items() if strategy.draft == "none"]

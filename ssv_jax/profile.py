@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,16 +179,15 @@ def _measure(args: argparse.Namespace) -> None:
     depths = {label: drafter.max_depth for label, drafter in engine.lanes.drafters.items()}
     profile = _start(about, contexts, depths, strategies, known, args.out)
     ids = _token_ids(engine, prompts)
+    assert engine.tokenizer is not None
     job = _Job(profile, len(prompts), progress)
     filler = [token for prompt in ids for token in prompt]
     for context in contexts:
-        timer = None
-        for label in profile.labels:
-            entry = profile.entry(label)
-            if any(cost.context == context for cost in entry.costs):
-                continue
-            began = time.perf_counter()
-            timer = timer or _Timer(engine, filler, context)
+        asked = [e.label for e in profile.entries if all(cost.context != context for cost in e.costs)]
+        timer = _Timer(engine, filler, context, asked, progress) if asked else None
+        for label in asked:
+            assert timer is not None
+            entry, began = profile.entry(label), time.perf_counter()
             times = sorted(timer.time(label, args.repeats))
             cost = RoundCost(
                 context=context,
@@ -202,6 +202,10 @@ def _measure(args: argparse.Namespace) -> None:
             profile.save(args.out)
             what = f"{label} at {context}: {cost.median_ms:.2f} ms a round ({cost.low_ms:.2f} to {cost.high_ms:.2f})"
             job.done("cost", time.perf_counter() - began, what)
+    # One capacity for all prompts: that of the longest, or a known one, if it is not so large that rounds get slow.
+    least = engine.capacity_for(max(map(len, ids)) + args.max_new_tokens)
+    shared = engine.capacity_for(contexts[0] + _timed_options(engine).max_new_tokens)
+    engine.least_capacity = shared if least <= shared <= 4 * least else least
     for label in profile.labels:
         entry = profile.entry(label)
         if entry.max_depth == 0:
@@ -212,8 +216,9 @@ def _measure(args: argparse.Namespace) -> None:
         engine.lanes = dataclasses.replace(engine.lanes, base=plain)
         for number in range(entry.acceptance.prompts, len(prompts)):
             began = time.perf_counter()
-            result = engine.generate(ids[number], max_new_tokens=args.max_new_tokens, seed=args.seed)
-            acceptance = entry.acceptance.add(result.stats["per_round"]["accepted"], result.stats["overlap"])
+            result = engine.generate(ids[number], max_new_tokens=args.max_new_tokens, seed=args.seed, ignore_eos=True)
+            accepted = accepted_before_stop(result.tokens, result.stats["per_round"], engine.tokenizer.eos_ids)
+            acceptance = entry.acceptance.add(accepted, result.stats["overlap"])
             entry = dataclasses.replace(entry, acceptance=acceptance)
             profile = profile.replace(entry)
             profile.save(args.out)
@@ -244,20 +249,28 @@ class _Timer:
       engine: that holds the strategies.
       filler: tokens, repeated up to the context length.
       context: tokens to prefill.
+      labels: strategies to be timed, which are compiled all at once.
+      progress: told about that.
     """
 
-    def __init__(self, engine: Any, filler: Sequence[int], context: int) -> None:
+    def __init__(
+        self, engine: Any, filler: Sequence[int], context: int, labels: Sequence[str], progress: Progress
+    ) -> None:
         import jax
 
-        from .engine import GenerationOptions, prefill_sizes
+        from .engine import prefill_sizes
 
         ids = [filler[at % len(filler)] for at in range(context)]
-        most = engine.rounds_per_call * (engine.lanes.depth + 1)
-        self._engine = engine
-        state, self._decodings = engine.start(ids, GenerationOptions(max_new_tokens=most + 1, ignore_eos=True))
-        base = self._decodings[engine.lanes.base]
-        for size in prefill_sizes(context):
-            state, _ = engine.variants.prefill(base, engine.params, state, size)(engine.params, state)
+        self._engine, variants = engine, engine.variants
+        state, self._decodings = engine.start(ids, _timed_options(engine))
+        base, known = self._decodings[engine.lanes.base], (engine.params, state)
+        sizes = prefill_sizes(context)
+        work = [functools.partial(variants.prefill, base, *known, size) for size in sorted(set(sizes))]
+        rounds = engine.rounds_per_call
+        work += [functools.partial(variants.decode, self._decodings[label], *known, rounds) for label in labels]
+        variants.prepare(work, lambda done: progress("compile", done, len(work)))
+        for size in sizes:
+            state, _ = variants.prefill(base, engine.params, state, size)(engine.params, state)
         self._state = jax.block_until_ready(state)
         self.capacity = int(state.history.shape[1]) - 1
 
@@ -276,6 +289,36 @@ class _Timer:
             out = jax.device_get(out)
             times.append(1000 * (time.perf_counter() - began) / max(1, int((out.emitted[0] > 0).sum())))
         return times[1:]
+
+
+def accepted_before_stop(
+    tokens: Sequence[int], rounds: Mapping[str, Sequence[int]], stop_ids: Sequence[int]
+) -> list[int]:
+    """Drafts accepted in each round of a generation that went on after end tokens, had it stopped at the first.
+
+    Generations that go on need no executables of their own: costs are measured with the same ones.
+
+    Args:
+      tokens: all of them; the first is not of a round.
+      rounds: `emitted` and `accepted` of each round.
+      stop_ids: end tokens.
+    """
+    left = next((at for at, token in enumerate(tokens) if token in stop_ids), len(tokens))
+    result: list[int] = []
+    for emitted, accepted in zip(rounds["emitted"], rounds["accepted"], strict=True):
+        if left <= 0:
+            break
+        result.append(min(accepted, left))
+        left -= emitted
+    return result
+
+
+def _timed_options(engine: Any) -> Any:
+    """Of decodings that do every round of a call, whatever is accepted."""
+    from .engine import GenerationOptions
+
+    most = engine.rounds_per_call * (engine.lanes.depth + 1)
+    return GenerationOptions(max_new_tokens=most + 1, ignore_eos=True)
 
 
 def _spelled_out(strategy: Any, head: Any) -> Any:

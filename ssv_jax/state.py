@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from .errors import NumericsError
 from .models.cache import Cache
 
-# Status of a sequence.
-RUNNING, STOPPED, EXHAUSTED = 0, 1, 2
+# Status of a sequence; FAILED: the target's logits were not finite, and no token was emitted from them.
+RUNNING, STOPPED, EXHAUSTED, FAILED = 0, 1, 2, 3
 
 
 @jax.tree_util.register_dataclass
@@ -100,3 +101,20 @@ class Emitted:
     drafted: Int[Array, "B R"]
     accepted: Int[Array, "B R"]
     emitted: Int[Array, "B R"]
+
+
+def check_finite(state: DecodeState, emitted: int) -> None:
+    """Refuses to go on with the first sequence where the target's logits were not finite.
+
+    Args:
+      state: after prefill or rounds.
+      emitted: new tokens so far, for the message.
+
+    Raises:
+      NumericsError: says what to try.
+    """
+    if int(state.status[0]) == FAILED:
+        raise NumericsError(
+            f"the model's logits are not finite after {emitted} new tokens: its weights are damaged, or too large for "
+            "the dtype: try float32"
+        )

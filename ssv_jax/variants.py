@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
+import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +33,36 @@ class Variants:
         self.compilations = 0
         self.compile_seconds = 0.0
         self._executables: dict[Any, Callable[..., Any]] = {}
+        self._lock = threading.Lock()
+
+    def prepare(
+        self, jobs: Sequence[Callable[[], Callable[..., Any]]], done: Callable[[int], None] = lambda count: None
+    ) -> list[Callable[..., Any]]:
+        """Runs calls of `prefill` and `decode`, as many at a time as there are cores.
+
+        Compiling leaves Python's lock alone, so that many executables take little longer than one; tracing and
+        lowering do not.
+
+        Args:
+          jobs: calls of different executables.
+          done: told, in this thread, how many are ready.
+
+        Returns:
+          What the jobs returned, in their order. `compile_seconds` grows by the time until the last was ready.
+        """
+        before, began = self.compile_seconds, time.perf_counter()
+        done(0)
+        with concurrent.futures.ThreadPoolExecutor(max(1, min(len(jobs), os.cpu_count() or 1))) as pool:
+            waiting = [pool.submit(job) for job in jobs]
+            try:
+                for count, _ in enumerate(concurrent.futures.as_completed(waiting), 1):
+                    done(count)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        new = self.compile_seconds > before
+        self.compile_seconds = before + (time.perf_counter() - began if new else 0.0)
+        return [job.result() for job in waiting]
 
     def prefill(self, decoding: Decoding, params: Any, state: DecodeState, size: int) -> Callable[..., Any]:
         """`loop.prefill_chunk` of this size, as a function of (params, state); donates the state."""
@@ -66,7 +99,8 @@ class Variants:
             executable = lowered.compile()
             self._executables[key] = lambda params, state: executable(params=params, state=state)
             seconds = time.perf_counter() - began
-            self.compilations += 1
-            self.compile_seconds += seconds
+            with self._lock:
+                self.compilations += 1
+                self.compile_seconds += seconds
             logger.info("compiled %s(%s=%d) in %.1f s", function.__name__, static, value, seconds)
         return self._executables[key]

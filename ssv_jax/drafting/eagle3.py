@@ -108,7 +108,7 @@ class _Eagle3:
         before = Cache(layers=state.cache.layers, length=seen.start)
         features, trees = head(embedded, head.fuse(taps), chain(seen.start, width), before, options=self._options)
         path = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
-        cache = commit(before, trees, path, seen.count, None)
+        cache = commit(before, trees, path, seen.count, None, self.implementation)
         some = seen.count > 0
         last = take_rows(features, jnp.maximum(seen.count - 1, 0)[:, None])[:, 0].astype(state.feature.dtype)
         return Eagle3State(

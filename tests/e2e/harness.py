@@ -61,7 +61,7 @@ MODELS = {
             kernel_size=8, kernel_stride=2, block_size=16, n_selected=3, window_keys=16, cmp_fn="mlp", cmp_pe="kv"
         ),
     ),
-    "weighted-token-gates": dataclasses.replace(
+    "pooled-token-gates": dataclasses.replace(
         _BASE,
         num_heads=2,
         num_kv_heads=2,

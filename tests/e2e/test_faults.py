@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from ssv_jax import loop
+from ssv_jax.drafting import Params
 from ssv_jax.drafting.replay import ReplayDrafter, Script
 from ssv_jax.models.cache import Cache
-from ssv_jax.state import EXHAUSTED, RUNNING, STOPPED
+from ssv_jax.models.llama import build
+from ssv_jax.state import EXHAUSTED, FAILED, RUNNING, STOPPED
 from tests.e2e import harness
 
 CAPACITY = 96
@@ -109,9 +111,8 @@ def poison(cache: Cache) -> Cache:
             k_cmp=spoil(layer.kv.k_cmp, geometry_count),
             v_cmp=spoil(layer.kv.v_cmp, geometry_count),
         )
-        # Row r of the tail is position length - l + r: garbage where negative.
-        back = jnp.arange(layer.tail_k.shape[2]) + cache.length[:, None] - layer.tail_k.shape[2]
-        bad = (back < 0)[:, None, :, None]
+        # Row r of the tail holds positions r, r + l and so on: garbage before the first of them.
+        bad = (jnp.arange(layer.tail_k.shape[2]) >= cache.length[:, None])[:, None, :, None]
         tails = {name: jnp.where(bad, 1e4, getattr(layer, name)) for name in ("tail_k", "tail_v")}
         layers.append(dataclasses.replace(layer, kv=kv, **tails))
     return dataclasses.replace(cache, layers=tuple(layers))
@@ -220,3 +221,47 @@ def test_bfloat16_differs_only_at_near_ties():
         at = next(i for i, pair in enumerate(zip(plain, fast, strict=True)) if pair[0] != pair[1])
         margin = harness.margin(low, prompt + plain[:at], plain[at], fast[at], capacity=CAPACITY)
         assert margin < 0.25, f"first difference at token {at} with a logit margin of {margin}"
+
+
+@pytest.mark.parametrize("drafter", [None, CHAIN], ids=["plain", "chain"])
+def test_logits_that_are_not_finite_end_a_sequence_and_emit_nothing(drafter):
+    """The argmax of NaN is a token too: damaged weights write plausible text. Others in the batch must not notice."""
+    target = harness.model("wide-blocks")
+    rng = np.random.default_rng(8)
+    prompts = [rng.integers(0, harness.VOCAB, 9).tolist() for _ in range(6)]
+    plain = harness.decoding(target)
+    want, state = harness.run(plain, target.params, prompts, max_new_tokens=NEW, capacity=CAPACITY)
+    known = [{*prompt, *tokens} for prompt, tokens in zip(prompts, want, strict=True)]
+    poisoned, victim = next(
+        (token, row)
+        for row in range(6)
+        for token in want[row][3:9]
+        if token not in prompts[row] + want[row][:3]
+        if sum(token not in others for others in known) >= 2
+    )
+    params = dict(harness.raw_params("wide-blocks"))
+    params["embed/embedding"] = params["embed/embedding"].at[poisoned].set(jnp.nan)
+    damaged = Params(target=build(target.config, params)[1])
+    script = None if drafter is None else chain_script(np.asarray(state.history), np.zeros((1, 6), int))
+    got, state = harness.run(
+        harness.decoding(target, drafter), damaged, prompts, max_new_tokens=NEW, capacity=CAPACITY, script=script
+    )
+    assert int(state.status[victim]) == FAILED
+    assert len(got[victim]) <= want[victim].index(poisoned) + 1
+    if drafter is None:
+        assert got[victim] == want[victim][: want[victim].index(poisoned) + 1]
+    for row in range(6):
+        assert got[row] == want[row][: len(got[row])]
+        if poisoned not in known[row]:
+            assert got[row] == want[row]
+            assert int(state.status[row]) == EXHAUSTED
+
+
+def test_a_prompt_whose_logits_are_not_finite_emits_nothing():
+    """The first token comes from prefill, which no round checks."""
+    target = harness.model("overlapping")
+    params = {name: array * jnp.nan for name, array in harness.raw_params("overlapping").items()}
+    damaged = Params(target=build(target.config, params)[1])
+    got, state = harness.run(harness.decoding(target), damaged, [[1, 2, 3]], max_new_tokens=NEW, capacity=CAPACITY)
+    assert got == [[]]
+    assert int(state.status[0]) == FAILED

@@ -22,7 +22,7 @@ CONFIGURATIONS = [
     ("short-window", (13, 9, "tree"), "dfs", 2, 1),
     ("short-window", (12, 1, "star"), "bfs", 5, 1),
     ("wide-blocks", (10, 5, "tree"), "bfs", 4, 3),
-    ("weighted-token-gates", (8, 3, "tree"), "bfs", 8, 1),
+    ("pooled-token-gates", (8, 3, "tree"), "bfs", 8, 1),
     ("dense", (9, 4, "tree"), "dfs", 1, 1),
 ]
 

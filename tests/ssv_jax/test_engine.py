@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ssv_jax import ContextLengthError, Engine, PrecisionClass, Strategy, TreeSpec, UsageError
+from ssv_jax import ContextLengthError, Engine, NumericsError, PrecisionClass, Strategy, TreeSpec, UsageError
 from ssv_jax.models.eagle3 import random_params as eagle3_params
 from ssv_jax.models.eagle3_config import Eagle3Config, default_taps
 from ssv_jax.models.eagle3_loading import export_eagle3
@@ -272,3 +274,13 @@ def test_eagle3_head_changes_no_token(tmp_path):
     with pytest.raises(UsageError, match="pool"):
         too_many = Strategy(draft="eagle3", tree=TreeSpec(depth=1, topk=2, nodes=50))
         Engine.load(target, strategy=too_many, draft_model=tmp_path / "head")
+
+
+def test_logits_that_are_not_finite_are_an_error(tmp_path):
+    """Damaged weights would write plausible text."""
+    path = write_checkpoint(tmp_path / "m")
+    engine = Engine.load(path)
+    leaves = jax.tree.map(lambda x: x * jnp.nan, engine.params.target)
+    engine._params = dataclasses.replace(engine.params, target=leaves)
+    with pytest.raises(NumericsError, match="not finite after 0 new tokens"):
+        engine.generate("abc", max_new_tokens=4)

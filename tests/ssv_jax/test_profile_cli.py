@@ -70,6 +70,17 @@ def test_a_profile_is_measured_resumed_and_used(capsys, directory, prompts, tmp_
     assert "drop those options, or the profile" in err
 
 
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [(9, []), (1, [1]), (2, [2]), (4, [2, 1]), (7, [2, 1])],
+    ids=["first token", "within a round", "within a round, later", "in the second", "never"],
+)
+def test_rounds_after_an_end_token_do_not_count(stop, expected):
+    """Acceptance of text that no user would see."""
+    rounds = {"emitted": [3, 2], "accepted": [2, 1]}
+    assert profile.accepted_before_stop([9, 1, 2, 3, 4, 5], rounds, [stop]) == expected
+
+
 def test_strategy_and_explain_without_a_profile(capsys, directory):
     """`--strategy LABEL` is the other options in one word; auto is what it always was."""
     argv = ("--model", directory, "--prompt", "abc abc", "--max-new-tokens", "6", "--ignore-eos", "--json", "--quiet")
