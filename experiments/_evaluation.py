@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import csv
 import dataclasses
+import json
 import math
 import os
 import time
@@ -27,6 +27,7 @@ from ssv_jax.tokenizer import Tokenizer
 from ssv_jax.training import tokens as token_sets
 from ssv_jax.training.tokens import TokenSet
 
+plot, write_csv = harness.plot, harness.write_csv
 _START = time.perf_counter()
 SMOKE = LlamaConfig(
     vocab_size=128,
@@ -215,15 +216,16 @@ def windows(found: TokenSet, length: int, count: int) -> list[Window]:
     return single
 
 
-def compile_all[Key](jobs: Mapping[Key, Callable[[], Any]]) -> dict[Key, Any]:
+def compile_all[Key](jobs: Mapping[Key, Callable[[], Any]], quick: bool = False) -> dict[Key, Any]:
     """`job().compile()` for every job (each lowers one computation), as many at a time as there are cores.
 
     Compilation leaves Python's lock alone, so that a machine with many cores compiles all in the time of the longest.
+    `quick`: code that is fast to make and slow to run, for tiny models.
     """
     began = time.perf_counter()
 
     def build(job: Callable[[], Any]) -> Any:
-        return job().compile()
+        return job().compile({"xla_backend_optimization_level": 0} if quick else None)
 
     with concurrent.futures.ThreadPoolExecutor(max(1, min(len(jobs), os.cpu_count() or 1))) as pool:
         waiting = {pool.submit(build, job): key for key, job in jobs.items()}
@@ -262,6 +264,65 @@ class Steps:
         harness.say(f"{self.name} {self.done}/{self.total}: {text} ({self.seconds:.0f} s, about {left:.0f} s left)")
 
 
+class Ledger:
+    """Rows of an experiment in a JSON file that is written after each; the same command goes on where it stopped.
+
+    Args:
+      path: the file; a CSV and a plot will lie beside it.
+      command: for readers.
+      about: all that rows depend on. JSON values, nothing about places on this machine.
+      key: fields that tell rows apart.
+      restart: forget what the file holds.
+
+    Raises:
+      UsageError: a file that holds something else, or the rows of other settings.
+    """
+
+    def __init__(
+        self, path: Path, command: str, about: Mapping[str, Any], key: Sequence[str], *, restart: bool = False
+    ) -> None:
+        self.path, self.key, self.rows = path, tuple(key), []
+        self._known: dict[str, Any] = {}
+        ran = harness.provenance()
+        self.about = json.loads(json.dumps({"command": command, **about}))
+        self.about["ran"] = {name: ran[name] for name in ("device", "devices", "versions")}
+        self.facts: dict[str, Any] = {}
+        self._commits = [ran["commit"]]
+        if restart or not path.exists():
+            return
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            found, self.rows, self.facts = data["about"], data["rows"], data["facts"]
+            self._commits = list(dict.fromkeys([*data["commits"], ran["commit"]]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"{path}: not the rows of an experiment ({error!r}): add --restart") from None
+        differing = [name for name in {**found, **self.about} if found.get(name) != self.about.get(name)]
+        if differing:
+            raise UsageError(f"{path} holds rows of another {', '.join(differing)}: name another --output or --restart")
+        harness.say(f"{path.name}: {len(self.rows)} rows so far")
+
+    def find(self, **fields: Any) -> list[dict[str, Any]]:
+        """Rows with these values."""
+        return [row for row in self.rows if all(row.get(name) == value for name, value in fields.items())]
+
+    def has(self, **fields: Any) -> bool:
+        return bool(self.find(**fields))
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """A new row, in place of one with the same key."""
+        same = {name: row.get(name) for name in self.key}
+        self.rows = [old for old in self.rows if any(old.get(name) != value for name, value in same.items())]
+        self.rows.append(dict(row))
+        self.save()
+
+    def save(self) -> None:
+        part = {"about": self.about, "commits": self._commits, "facts": self.facts, "rows": self.rows}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self.path.with_name(self.path.name + ".part")
+        file.write_text(json.dumps({"provenance": harness.provenance(), **part}, indent=1) + "\n", encoding="utf-8")
+        os.replace(file, self.path)
+
+
 def wilson(right: int, count: int) -> tuple[float, float]:
     """95% interval of a proportion (Wilson score)."""
     if not count:
@@ -277,35 +338,6 @@ def output_path(item: str, output: Path | None, smoke: bool) -> Path:
     """`results/ITEM/DEVICE.json`, or what the user asked for."""
     device = jax.devices()[0].device_kind.lower().replace(" ", "-")
     return output or harness.RESULTS / item / f"{'smoke' if smoke else device}.json"
-
-
-def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Flat rows; nested values are left to the JSON."""
-    flat = [{k: v for k, v in row.items() if not isinstance(v, (list, dict, tuple))} for row in rows]
-    names = list(dict.fromkeys(name for row in flat for name in row))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        table = csv.DictWriter(file, names, lineterminator="\n")
-        table.writeheader()
-        table.writerows(flat)
-    harness.say(f"wrote {path}")
-
-
-def plot(path: Path, draw: Callable[[Any], None], columns: int = 1) -> None:
-    """`draw(axes)` as a PNG, where matplotlib is installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        harness.say("no plot: matplotlib is not installed")
-        return
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, columns, figsize=(6.4 * columns, 4.4), layout="constrained")
-    draw(axes)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    harness.say(f"wrote {path}")
 
 
 def table(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> None:

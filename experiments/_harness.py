@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.metadata
 import json
 import os
@@ -9,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,55 @@ def write(path: Path, result: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"provenance": provenance(), **result}, indent=1) + "\n")
     say(f"wrote {path}")
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Flat rows; nested values are left to the JSON."""
+    flat = [{k: v for k, v in row.items() if not isinstance(v, (list, dict, tuple))} for row in rows]
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, names, lineterminator="\n")
+        table.writeheader()
+        table.writerows(flat)
+    say(f"wrote {path}")
+
+
+def plot(path: Path, draw: Callable[[Any], None], columns: int = 1, rows: int = 1) -> None:
+    """`draw(axes)` as a PNG, where matplotlib is installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        say("no plot: matplotlib is not installed (extra `plot`)")
+        return
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(rows, columns, figsize=(6.4 * columns, 4.4 * rows), layout="constrained")
+    draw(axes)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    say(f"wrote {path}")
+
+
+def short(number: int) -> str:
+    """65536 as 64K."""
+    return f"{number // 1024}K" if number >= 1024 else str(number)
+
+
+def ticks(axis: Any, values: Iterable[int]) -> None:
+    """Marks these values of a logarithmic axis, and no others."""
+    marks = sorted(set(values))
+    axis.set_xscale("log")
+    axis.minorticks_off()
+    axis.set_xticks(marks, [short(mark) for mark in marks])
+
+
+def columns(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str:
+    """Fields of rows as a text table."""
+    lines = [list(names)]
+    for row in rows:
+        cells = [row.get(name) for name in names]
+        lines.append(["-" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x) for x in cells])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)

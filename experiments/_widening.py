@@ -27,10 +27,13 @@ How, for a model of hidden size E, head size D, K KV heads of G queries each, an
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ssv_jax.models import eagle3
@@ -38,7 +41,8 @@ from ssv_jax.models.config import LlamaConfig, NSAConfig
 from ssv_jax.models.eagle3_config import Eagle3Config
 from ssv_jax.models.llama import param_shapes
 
-Put = Callable[[np.ndarray], Any]
+Put = Callable[[jax.Array], Any]
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 _POOL = 1_048_573  # values; prime, so that rows of a matrix do not start alike
 _STD = 0.02
 _MARK = 2.0**-20
@@ -132,36 +136,29 @@ def widen_params(
     dtype: Any = np.float32,
     put: Put | None = None,
 ) -> dict[str, Any]:
-    """The twin's parameters by flat name.
+    """The twin's parameters by flat name, made on the default device, a layer at a time.
 
     Args:
-      config, params: the model.
+      config, params: the model; its arrays may lie on the host.
       wide: from `widen_config`.
       seed: of the values that nothing depends on.
       dtype: of the result; everything is computed in float32 and rounded once.
-      put: applied to each array, such as `jax.device_put`.
+      put: applied to each array, in place of which its result is kept.
     """
     axes = _axes_of(config, wide, marked=wide.vocab_size > config.vocab_size)
     noise = _Noise(seed, dtype)
-    last = config.num_layers - 1
-    result = {}
-    for name, shape in param_shapes(wide).items():
-        out = noise(shape)
-        if name.startswith("layers/"):
-            _, number, part = name.split("/", 2)
-            source = np.asarray(params[f"layers/{min(int(number), last)}/{part}"], np.float32)
-            _widen_layer_part(axes, part, source, out, silent=int(number) > last)
-        elif name == "embed/embedding":
-            _widen_embedding(axes, np.asarray(params[name], np.float32), out)
-        elif name == "norm/scale":
-            axes.norm(np.asarray(params[name], np.float32), out, mark=_MARK_SCALE)
-        else:
-            assert name == "lm_head/kernel"
-            tied = config.tie_embeddings
-            table = np.asarray(params["embed/embedding" if tied else name], np.float32)
-            _widen_output(axes, table.T if tied else table, out)
-        result[name] = out if put is None else put(out)
-    return result
+    last, shapes = config.num_layers - 1, param_shapes(wide)
+    first = "layers/0/"
+    parts = tuple((name.removeprefix(first), shape) for name, shape in shapes.items() if name.startswith(first))
+    outside = tuple((name, shape) for name, shape in shapes.items() if not name.startswith("layers/"))
+    tied = {"lm_head/kernel": "embed/embedding"} if config.tie_embeddings else {}
+    source = {name: params[tied.get(name, name)] for name, _ in outside}
+    result = _keep(_widen_outside(axes, outside, config.tie_embeddings, noise.pool, noise.at(outside), source), put)
+    for number in range(wide.num_layers):
+        source = {part: params[f"layers/{min(number, last)}/{part}"] for part, _ in parts}
+        layer = _widen_layer(axes, parts, number > last, noise.pool, noise.at(parts), source)
+        result |= _keep({f"layers/{number}/{part}": array for part, array in layer.items()}, put)
+    return {name: result[name] for name in shapes}
 
 
 def widen_head(
@@ -174,7 +171,7 @@ def widen_head(
     dtype: Any = np.float32,
     put: Put | None = None,
 ) -> dict[str, Any]:
-    """Parameters of the head's twin by flat name.
+    """Parameters of the head's twin by flat name, made on the default device.
 
     Args:
       head, params: the head.
@@ -184,36 +181,20 @@ def widen_head(
     """
     padded = wide.draft_vocab_size > head.draft_vocab_size
     axes = _axes_of(head, wide, marked=padded or wide.vocab_size > target.vocab_size)
-    noise, size = _Noise(seed, dtype), head.hidden_size
-    result = {}
-    for name, shape in eagle3.param_shapes(wide).items():
-        if name == "target_ids":
-            known = np.asarray(params[name]) if head.reduced_vocab else np.arange(head.draft_vocab_size)
-            added = target.vocab_size + np.arange(wide.draft_vocab_size - head.draft_vocab_size)
-            out = np.concatenate([known, added]).astype(np.int32)
-            result[name] = out if put is None else put(out)
-            continue
-        out, source = noise(shape), np.asarray(params[name], np.float32)
-        if name.startswith("layers/"):
-            _, _, part = name.split("/", 2)
-            rows = None
-            if part == "attn/qkv/kernel" and len(source) == 2 * size:
-                rows = np.concatenate([np.arange(size), wide.hidden_size + np.arange(size)])
-            _widen_layer_part(axes, part, source, out, rows=rows)
-        elif name == "embed/embedding":
-            out[...] = 0
-            out[: len(source), :size] = source
-        elif name == "norm/scale":
-            axes.norm(source, out, mark=_MARK_SCALE)
-        elif name == "lm_head/kernel":
-            _widen_output(axes, source, out)
-        elif name == "fc/kernel":
-            _widen_fusion(axes, source, out, padded)
-        else:  # norms of taps, one each or one of all
-            for part, row in enumerate(np.split(source, len(source) // size)):
-                axes.norm(row, out[part * wide.hidden_size :][: wide.hidden_size], mark=1)
-        result[name] = out if put is None else put(out)
-    return result
+    noise, shapes = _Noise(seed, dtype), eagle3.param_shapes(wide)
+    parts = tuple((name, shape) for name, shape in shapes.items() if name != "target_ids")
+    source = {name: params[name] for name, _ in parts}
+    result = _widen_head(axes, parts, padded, noise.pool, noise.at(parts), source)
+    if "target_ids" in shapes:
+        known = np.asarray(params["target_ids"]) if head.reduced_vocab else np.arange(head.draft_vocab_size)
+        added = target.vocab_size + np.arange(wide.draft_vocab_size - head.draft_vocab_size)
+        result["target_ids"] = jnp.asarray(np.concatenate([known, added]), jnp.int32)
+    result = _keep(result, put)
+    return {name: result[name] for name in shapes}
+
+
+def _keep(arrays: dict[str, jax.Array], put: Put | None) -> dict[str, Any]:
+    return arrays if put is None else {name: put(array) for name, array in arrays.items()}
 
 
 def _at_least(name: str, old: int, new: int) -> None:
@@ -240,26 +221,32 @@ def _uniform_mass_is_neutral(nsa: NSAConfig) -> bool:
 
 
 class _Noise:
-    """Arrays of small normal values, copied from one seeded pool: as fast as memory."""
+    """Small normal values: one seeded pool on the device, which arrays repeat from places of their own."""
 
     def __init__(self, seed: int, dtype: Any) -> None:
         self._rng = np.random.default_rng(seed)
-        self._pool = (self._rng.standard_normal(_POOL, np.float32) * np.float32(_STD)).astype(dtype)
+        pool = self._rng.standard_normal(_POOL, np.float32) * np.float32(_STD)
+        self.pool = jnp.asarray(pool).astype(dtype)
 
-    def __call__(self, shape: tuple[int, ...]) -> np.ndarray:
-        flat = np.empty(math.prod(shape), self._pool.dtype)
-        pool = np.roll(self._pool, -int(self._rng.integers(_POOL)))
-        whole = len(flat) // _POOL * _POOL
-        flat[:whole].reshape(-1, _POOL)[...] = pool
-        flat[whole:] = pool[: len(flat) - whole]
-        return flat.reshape(shape)
+    def at(self, shapes: Shapes) -> jax.Array:
+        """Where in the pool each array begins."""
+        return jnp.asarray(self._rng.integers(_POOL, size=len(shapes)), jnp.int32)
+
+
+def _filled(pool: jax.Array, start: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.resize(jnp.roll(pool, -start), shape)
+
+
+def _set(out: jax.Array, where: Any, value: Any) -> jax.Array:
+    """`out` with `value` at an index, rounded to its dtype."""
+    return out.at[where].set(jnp.asarray(value).astype(out.dtype))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Axes:
     """Where the axes of a small decoder lie in a wide one; pairs are (small, wide).
 
-    Every method overwrites what matters of `out`, an array of random values, from a float32 source.
+    Every method returns `out`, an array of random values, with all that matters written over from a float32 source.
     """
 
     hidden: tuple[int, int]
@@ -282,79 +269,73 @@ class _Axes:
         half = np.arange(small // 2) * (wide // small)
         return np.concatenate([half, wide // 2 + half])
 
-    def norm(self, source: np.ndarray, out: np.ndarray, mark: float = 0.0) -> None:
+    def norm(self, source: jax.Array, out: jax.Array, mark: float = 0.0) -> jax.Array:
         small, wide = self.hidden
-        out[...] = 1
-        out[:small] = source * np.float32(math.sqrt(small / wide))
-        if self.marked:
-            out[small] = mark
+        out = _set(jnp.ones_like(out), np.s_[:small], source * np.float32(math.sqrt(small / wide)))
+        return _set(out, small, mark) if self.marked else out
 
-    def qkv(self, source: np.ndarray, out: np.ndarray, silent: bool) -> None:
+    def qkv(self, source: jax.Array, out: jax.Array, silent: bool) -> jax.Array:
         """[R, K', G' + 2, D'] from [R, K, G + 2, D]: kernel rows that read real coordinates, or a bias of R = 1."""
         group, wide_group, dims = *self.group, self.dims
         stretch = self.dim[1] / self.dim[0]
         # A norm undoes any gain, but weighs it against eps.
         gain = math.sqrt(self.hidden[0] / self.hidden[1] * stretch) if self.normed else 1.0
         source = source[:, self.heads]
-        q = np.zeros((*out.shape[:2], wide_group, len(dims)), np.float32)
-        q[:, :, :group] = source[:, :, :group] * np.float32(gain if self.normed else math.sqrt(stretch))
+        q = jnp.zeros((*out.shape[:2], wide_group, len(dims)), jnp.float32)
+        q = _set(q, np.s_[:, :, :group], source[:, :, :group] * np.float32(gain if self.normed else math.sqrt(stretch)))
         if self.normed:
-            out[:, :, :wide_group] = 0
-        out[:, :, :wide_group, dims] = q
-        out[:, :, wide_group:] = 0
-        out[:, :, wide_group, dims] = source[:, :, group] * np.float32(gain)
-        if not silent:
-            out[:, :, wide_group + 1, dims] = source[:, :, group + 1]
+            out = _set(out, np.s_[:, :, :wide_group], 0)
+        out = _set(out, np.s_[:, :, :wide_group, dims], q)
+        out = _set(out, np.s_[:, :, wide_group:], 0)
+        out = _set(out, np.s_[:, :, wide_group, dims], source[:, :, group] * np.float32(gain))
+        return out if silent else _set(out, np.s_[:, :, wide_group + 1, dims], source[:, :, group + 1])
 
-    def head_norm(self, source: np.ndarray, out: np.ndarray, *, query: bool) -> None:
-        out[...] = 1
-        out[self.dims] = source * np.float32(1.0 if query else math.sqrt(self.dim[0] / self.dim[1]))
+    def head_norm(self, source: jax.Array, out: jax.Array, *, query: bool) -> jax.Array:
+        scale = 1.0 if query else math.sqrt(self.dim[0] / self.dim[1])
+        return _set(jnp.ones_like(out), self.dims, source * np.float32(scale))
 
-    def o(self, source: np.ndarray, out: np.ndarray, silent: bool) -> None:
+    def o(self, source: jax.Array, out: jax.Array, silent: bool) -> jax.Array:
         """[K', G', D', E'] from [K, G, D, E]; values of other dims are 0, so their rows may be random."""
-        if not silent:
-            out[:, :, self.dims] = 0
-            (kv, _), (group, _), (size, _) = self.kv, self.group, self.hidden
-            out[np.ix_(np.arange(kv), np.arange(group), self.dims, np.arange(size))] = source
+        if silent:
+            return out
+        (kv, _), (group, _), (size, _) = self.kv, self.group, self.hidden
+        out = _set(out, np.s_[:, :, self.dims], 0)
+        return _set(out, np.ix_(np.arange(kv), np.arange(group), self.dims, np.arange(size)), source)
 
-    def compressor(self, part: str, source: np.ndarray, out: np.ndarray, silent: bool) -> None:
+    def compressor(self, part: str, source: jax.Array, out: jax.Array, silent: bool) -> jax.Array:
         """Maps between heads' dims; entries are 0 in the other dims, as their rows are."""
         source, dims = source[self.heads], self.dims
-        if part == "weight" and source.ndim == 2:
-            out[...] = source
-        elif part in ("pe", "b1", "b2"):
-            out[...] = 0
-            if not silent:
-                out[..., dims] = source
-        else:
-            real = np.zeros((*source.shape[:-1], out.shape[-1]), np.float32)
-            real[..., dims] = source
-            out[..., dims, :] = real
+        if part == "pool_bias" or (part == "weight" and source.ndim == 2):
+            return _set(out, np.s_[:], source)
+        if part == "pool_query":
+            return _set(out, np.s_[:, dims], source)
+        if part in ("pe", "b1", "b2", "pool_mix"):
+            out = jnp.zeros_like(out)
+            return out if silent else _set(out, np.s_[..., dims], source)
+        real = _set(jnp.zeros((*source.shape[:-1], out.shape[-1]), jnp.float32), np.s_[..., dims], source)
+        return _set(out, np.s_[..., dims, :], real)
 
-    def gate(self, source: np.ndarray, out: np.ndarray) -> None:
+    def gate(self, source: jax.Array, out: jax.Array) -> jax.Array:
         """[R, K', G', 3] from [R, K, G, 3], or [R, 3] of a gate that all heads share."""
         if source.ndim == 4:
             source = source[:, self.heads][:, :, np.arange(self.group[1]) % self.group[0]]
-        out[...] = source
+        return _set(out, np.s_[:], source)
 
-    def gate_up(self, source: np.ndarray, out: np.ndarray, silent: bool) -> None:
+    def gate_up(self, source: jax.Array, out: jax.Array, silent: bool) -> jax.Array:
         """[R, 2, F'] from [R, 2, F]."""
         small = self.ffn[0]
-        out[:, 0] = 0
-        out[:, 1, :small] = source[:, 1]
-        if not silent:
-            out[:, 0, :small] = source[:, 0]
+        out = _set(_set(out, np.s_[:, 0], 0), np.s_[:, 1, :small], source[:, 1])
+        return out if silent else _set(out, np.s_[:, 0, :small], source[:, 0])
 
-    def down(self, source: np.ndarray, out: np.ndarray, silent: bool) -> None:
-        if not silent:
-            out[: self.ffn[0]] = 0
-            out[: self.ffn[0], : self.hidden[0]] = source
+    def down(self, source: jax.Array, out: jax.Array, silent: bool) -> jax.Array:
+        if silent:
+            return out
+        return _set(_set(out, np.s_[: self.ffn[0]], 0), np.s_[: self.ffn[0], : self.hidden[0]], source)
 
-    def write_bias(self, source: np.ndarray, out: np.ndarray, silent: bool) -> None:
+    def write_bias(self, source: jax.Array, out: jax.Array, silent: bool) -> jax.Array:
         """A bias that is added to the stream."""
-        out[...] = 0
-        if not silent:
-            out[: self.hidden[0]] = source
+        out = jnp.zeros_like(out)
+        return out if silent else _set(out, np.s_[: self.hidden[0]], source)
 
 
 def _axes_of(small: LlamaConfig | Eagle3Config, wide: LlamaConfig | Eagle3Config, *, marked: bool) -> _Axes:
@@ -369,66 +350,123 @@ def _axes_of(small: LlamaConfig | Eagle3Config, wide: LlamaConfig | Eagle3Config
     )
 
 
+_on_device = functools.partial(jax.jit, static_argnums=(0, 1, 2))
+
+
+@_on_device
+def _widen_layer(
+    axes: _Axes, parts: Shapes, silent: bool, pool: jax.Array, starts: jax.Array, source: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """All parameters of a decoder layer; a silent layer writes nothing."""
+    return {
+        part: _widen_layer_part(axes, part, source[part], _filled(pool, starts[i], shape), silent=silent)
+        for i, (part, shape) in enumerate(parts)
+    }
+
+
+@_on_device
+def _widen_outside(
+    axes: _Axes, parts: Shapes, tied: bool, pool: jax.Array, starts: jax.Array, source: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """A model's parameters outside of its layers."""
+    result = {}
+    for i, (name, shape) in enumerate(parts):
+        out, array = _filled(pool, starts[i], shape), jnp.asarray(source[name], jnp.float32)
+        if name == "embed/embedding":
+            result[name] = _widen_embedding(axes, array, out)
+        elif name == "norm/scale":
+            result[name] = axes.norm(array, out, mark=_MARK_SCALE)
+        else:
+            assert name == "lm_head/kernel"
+            result[name] = _widen_output(axes, array.T if tied else array, out)
+    return result
+
+
+@_on_device
+def _widen_head(
+    axes: _Axes, parts: Shapes, padded: bool, pool: jax.Array, starts: jax.Array, source: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """All parameters of a draft head."""
+    small, wide = axes.hidden
+    result = {}
+    for i, (name, shape) in enumerate(parts):
+        out, array = _filled(pool, starts[i], shape), jnp.asarray(source[name], jnp.float32)
+        if name.startswith("layers/"):
+            _, _, part = name.split("/", 2)
+            rows = None
+            if part == "attn/qkv/kernel" and len(array) == 2 * small:
+                rows = np.concatenate([np.arange(small), wide + np.arange(small)])
+            result[name] = _widen_layer_part(axes, part, array, out, rows=rows)
+        elif name == "embed/embedding":
+            result[name] = _set(jnp.zeros_like(out), np.s_[: len(array), :small], array)
+        elif name == "norm/scale":
+            result[name] = axes.norm(array, out, mark=_MARK_SCALE)
+        elif name == "lm_head/kernel":
+            result[name] = _widen_output(axes, array, out)
+        elif name == "fc/kernel":
+            result[name] = _widen_fusion(axes, array, out, padded)
+        else:  # norms of taps, one each or one of all
+            rows = zip(jnp.split(array, len(array) // small), jnp.split(out, len(array) // small), strict=True)
+            result[name] = jnp.concatenate([axes.norm(row, free, mark=1) for row, free in rows])
+    return result
+
+
 def _widen_layer_part(
-    axes: _Axes, part: str, source: np.ndarray, out: np.ndarray, *, silent: bool = False, rows: np.ndarray | None = None
-) -> None:
+    axes: _Axes, part: str, source: Any, out: jax.Array, *, silent: bool = False, rows: np.ndarray | None = None
+) -> jax.Array:
     """One parameter of a decoder layer; a silent layer writes nothing. `rows`: where the kernel's rows lie."""
     module, name = part.rsplit("/", 1)
+    source = jnp.asarray(source, jnp.float32)
     if module in ("attn/q_norm", "attn/k_norm"):
-        axes.head_norm(source, out, query=module == "attn/q_norm")
-    elif name == "scale":
-        axes.norm(source, out)
-    elif module in ("attn/compress_k", "attn/compress_v"):
-        axes.compressor(name, source, out, silent and module == "attn/compress_v")
-    elif module == "attn/o" and name == "kernel":
-        axes.o(source, out, silent)
-    elif module == "mlp/down" and name == "kernel":
-        axes.down(source, out, silent)
-    elif module in ("attn/o", "mlp/down"):
-        axes.write_bias(source, out, silent)
+        return axes.head_norm(source, out, query=module == "attn/q_norm")
+    if name == "scale":
+        return axes.norm(source, out)
+    if module in ("attn/compress_k", "attn/compress_v"):
+        return axes.compressor(name, source, out, silent and module == "attn/compress_v")
+    if module == "attn/o" and name == "kernel":
+        return axes.o(source, out, silent)
+    if module == "mlp/down" and name == "kernel":
+        return axes.down(source, out, silent)
+    if module in ("attn/o", "mlp/down"):
+        return axes.write_bias(source, out, silent)
+    if name == "bias":
+        source, real, where = source[None], out[None], None
     else:
-        if name == "bias":
-            source, real = source[None], out[None]
-        else:
-            rows = np.arange(len(source)) if rows is None else rows
-            real = out[rows]  # a copy
-        if module == "attn/qkv":
-            axes.qkv(source, real, silent)
-        elif module == "attn/gate":
-            axes.gate(source, real)
-        else:
-            assert module == "mlp/gate_up", part
-            axes.gate_up(source, real, silent)
-        if name == "kernel":
-            out[rows] = real
+        where = np.s_[: len(source)] if rows is None else rows
+        real = out[where]
+    if module == "attn/qkv":
+        real = axes.qkv(source, real, silent)
+    elif module == "attn/gate":
+        real = axes.gate(source, real)
+    else:
+        assert module == "mlp/gate_up", part
+        real = axes.gate_up(source, real, silent)
+    return real[0] if where is None else _set(out, where, real)
 
 
-def _widen_embedding(axes: _Axes, source: np.ndarray, out: np.ndarray) -> None:
+def _widen_embedding(axes: _Axes, source: jax.Array, out: jax.Array) -> jax.Array:
     vocab, size = source.shape
-    out[...] = 0
-    out[:vocab, :size] = source
-    if axes.marked:
-        out[:, size] = _MARK
+    out = _set(jnp.zeros_like(out), np.s_[:vocab, :size], source)
+    return _set(out, np.s_[:, size], _MARK) if axes.marked else out
 
 
-def _widen_output(axes: _Axes, source: np.ndarray, out: np.ndarray) -> None:
+def _widen_output(axes: _Axes, source: jax.Array, out: jax.Array) -> jax.Array:
     """[E', V'] from [E, V]."""
     size, vocab = source.shape
-    out[:size, :vocab] = source
-    if axes.marked:
-        out[size] = 0
-        out[size, vocab:] = _MARK_WEIGHT
+    out = _set(out, np.s_[:size, :vocab], source)
+    return _set(_set(out, size, 0), np.s_[size, vocab:], _MARK_WEIGHT) if axes.marked else out
 
 
-def _widen_fusion(axes: _Axes, source: np.ndarray, out: np.ndarray, padded: bool) -> None:
+def _widen_fusion(axes: _Axes, source: jax.Array, out: jax.Array, padded: bool) -> jax.Array:
     """[3 E', E'] from [3 E, E]: three taps side by side; for padded ids the last one hands on its mark."""
     small, wide = axes.hidden
     taps = len(source) // small
     for tap in range(taps):
-        part = out[tap * wide : (tap + 1) * wide]
-        part[:small] = 0
-        part[:small, :small] = source[tap * small : (tap + 1) * small]
+        first = tap * wide
+        out = _set(out, np.s_[first : first + small], 0)
+        out = _set(out, np.s_[first : first + small, :small], source[tap * small : (tap + 1) * small])
         if axes.marked:
-            part[small] = 0
+            out = _set(out, first + small, 0)
             if padded and tap == taps - 1:
-                part[small, small] = 1
+                out = _set(out, (first + small, small), 1)
+    return out

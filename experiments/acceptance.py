@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ import _harness as harness
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _prompts import Prompt, long_prompts, pick, read_prompts, smoke_prompts
 
 from ssv_jax import Strategy, UsageError, loop
 from ssv_jax.drafting.build import build_drafter, check_drafter
@@ -47,15 +47,6 @@ TREES = {
 PARTS = ("chat", "long", "speed", "speed-long")
 UNIT = 256  # capacities are multiples of it
 ROUNDS = {"cpu": 8, "gpu": 32}  # rounds a call of one sequence, as the engine does
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """What is asked: an id, a category to report under, and tokens."""
-
-    name: str
-    category: str
-    tokens: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -268,49 +259,6 @@ def parse_tree(text: str) -> TreeSpec:
         raise UsageError(f"--trees {text}: expected DEPTHxTOPKxNODES ({error})") from None
 
 
-def read_prompts(paths: Sequence[Path], model: evaluation.Model, longest: int, most: int | None) -> list[Prompt]:
-    """The first turns of the files' prompts as chats; those beyond `longest` tokens are left out.
-
-    Raises:
-      UsageError: no chat template, a line that is no such prompt, or no prompt left.
-    """
-    tokenizer = model.tokenizer
-    if tokenizer is None or tokenizer.chat_template is None:
-        raise UsageError(f"{model.name} has no chat template, which chat prompts need: use --parts long")
-    prompts, left_out = [], 0
-    for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                entry = json.loads(line)
-                text, category = str(entry["turns"][0]), str(entry.get("category", path.stem))
-            except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-                raise UsageError(f'{path}, line {number}: expected an object with "turns"') from None
-            tokens = tokenizer.apply_chat([{"role": "user", "content": text}])
-            if len(tokens) > longest:
-                left_out += 1
-                continue
-            name = f"{path.stem} {entry.get('question_id', number)}"
-            prompts.append(Prompt(name=name, category=category, tokens=tuple(tokens)))
-    if left_out:
-        harness.say(f"{left_out} prompts of more than {longest} tokens left out (--longest-prompt)")
-    if not prompts:
-        raise UsageError("--prompts: no prompt left")
-    if most and len(prompts) > most:
-        prompts = [prompts[i] for i in np.linspace(0, len(prompts) - 1, most).round().astype(int)]
-    return prompts
-
-
-def long_prompts(paths: Sequence[str], model: evaluation.Model, lengths: Sequence[int], count: int) -> list[Prompt]:
-    """Held-out windows as plain prompts."""
-    found = evaluation.read_sets(paths, model.config.vocab_size)
-    return [
-        Prompt(name=f"{name} {i}", category=f"{name} {length}", tokens=tuple(window.tokens.tolist()))
-        for length in lengths
-        for name, tokens in found.items()
-        for i, window in enumerate(evaluation.windows(tokens, length, count))
-    ]
-
-
 def measure(
     part: str,
     target: Target,
@@ -358,14 +306,15 @@ def measure(
             row = {"part": part, "dtype": setting.dtype, "temperature": temperature, "tree": tree, "category": category}
             row |= {"prompts": len(mine), "new_tokens": sum(len(a.tokens) for a in mine)}
             row["tokens_a_round"] = sum(a.emitted for a in mine) / sum(a.rounds for a in mine)
-            spread = harness.spread([a.emitted / a.rounds for a in mine])
-            row |= {f"per_prompt_{k}": v for k, v in spread.items() if k != "repeats"}
+            row |= {f"per_prompt_{k}": v for k, v in prompt_spread([a.emitted / a.rounds for a in mine]).items()}
             if temperature == 0:
                 row["differing"] = sum(
                     answers["none"][p].tokens != a.tokens for p, a in each.items() if category in ("all", p.category)
                 )
             if category == "all":
                 row["per_prompt"] = {p.name: [a.emitted, a.rounds] for p, a in each.items()}
+                row["by_category"] = by_category(each)
+                row["variance_between_categories"] = between(row["by_category"])
                 kept, offered = (sum(np.asarray(getattr(s, n)) for s in depths[tree]) for n in DEPTH_FIELDS)
                 row["acceptance_by_depth"] = [
                     int(k) / int(o) if o else 0.0
@@ -374,6 +323,30 @@ def measure(
                 row["first_differences"] = margins[tree]
             rows.append(row)
     return rows
+
+
+def prompt_spread(each: list[float]) -> dict[str, float]:
+    """Of tokens a round, over prompts: quartiles, extremes, and standard deviation (0 for one prompt)."""
+    low, middle, high = np.percentile(each, [25, 50, 75]).tolist()
+    stdev = statistics.stdev(each) if len(each) > 1 else 0.0
+    return {"median": middle, "min": min(each), "q1": low, "q3": high, "max": max(each), "stdev": stdev}
+
+
+def by_category(answers: dict[Prompt, Answer]) -> dict[str, list[float]]:
+    """Tokens a round of every prompt that had rounds."""
+    found: dict[str, list[float]] = {}
+    for prompt, answer in answers.items():
+        if answer.rounds:
+            found.setdefault(prompt.category, []).append(answer.emitted / answer.rounds)
+    return found
+
+
+def between(groups: dict[str, list[float]]) -> float | None:
+    """Share of the variance over prompts that lies between categories; None without variance."""
+    every = np.array([x for each in groups.values() for x in each])
+    total = float(((every - every.mean()) ** 2).sum()) if len(every) else 0.0
+    parts = sum(len(each) * (statistics.fmean(each) - float(every.mean())) ** 2 for each in groups.values())
+    return parts / total if total else None
 
 
 DEPTH_FIELDS = ("accepted_at", "offered_at")
@@ -435,7 +408,7 @@ def measure_speed(
 
 
 def draw(axes: Any, rows: list[dict[str, Any]]) -> None:
-    for axis, key in zip(axes, ("per_prompt", "tok_s"), strict=True):
+    for axis, key in zip(axes[:2], ("per_prompt", "tok_s"), strict=True):
         shown = [r for r in rows if r["category"] == "all" and f"{key}_median" in r and r["tree"] != "none"]
         shown += [r for r in rows if key == "tok_s" and r["tree"] == "none" and "tok_s_median" in r]
         trees = list(dict.fromkeys(r["tree"] for r in shown))
@@ -451,16 +424,13 @@ def draw(axes: Any, rows: list[dict[str, Any]]) -> None:
             axis.legend(fontsize=7)
     axes[0].set_ylabel("tokens a round: median and range of prompts")
     axes[1].set_ylabel("tokens/s of one sequence: median and range of prompts")
-
-
-def smoke_prompts(model: evaluation.Model) -> list[Prompt]:
-    rng = np.random.default_rng(0)
-    shapes = [("a", 9), ("a", 40), ("b", 17)]
-    vocab = model.config.vocab_size
-    return [
-        Prompt(name=str(i), category=c, tokens=tuple(rng.integers(0, vocab, n).tolist()))
-        for i, (c, n) in enumerate(shapes)
-    ]
+    known = [r for r in rows if r.get("by_category") and r["tree"] != "none"]
+    if known:
+        best = max(known, key=lambda r: (r["temperature"] == 0, r["tokens_a_round"]))
+        groups = dict(sorted(best["by_category"].items(), key=lambda item: -statistics.median(item[1])))
+        axes[2].boxplot(list(groups.values()), orientation="horizontal", tick_labels=list(groups))
+        axes[2].set(title=f"{best['part']}, {best['tree']}, T={best['temperature']:g}", xlim=(1, None))
+        axes[2].set_xlabel("tokens a round of single prompts; boxes: quartiles")
 
 
 def main() -> None:
@@ -571,16 +541,12 @@ def main() -> None:
                 harness.write(output, result)
     harness.write(output, result)
     evaluation.write_csv(output.with_suffix(".csv"), rows)
-    evaluation.plot(output.with_suffix(".png"), lambda axes: draw(axes, rows), columns=2)
-    names = "part dtype temperature tree prompts tokens_a_round per_prompt_median differing tok_s_median speedup_median"
+    evaluation.plot(output.with_suffix(".png"), lambda axes: draw(axes, rows), columns=3)
+    names = "part dtype temperature tree prompts tokens_a_round per_prompt_median per_prompt_stdev"
+    names += " variance_between_categories differing tok_s_median speedup_median"
     evaluation.table([row for row in rows if row["category"] == "all"], names.split())
     if args.smoke and any(row.get("differing") for row in rows):
         raise SystemExit("error: drafted tokens differ from those of plain decoding")
-
-
-def pick(prompts: list[Prompt], count: int) -> list[Prompt]:
-    """Evenly spread."""
-    return [prompts[i] for i in np.linspace(0, len(prompts) - 1, min(count, len(prompts))).round().astype(int)]
 
 
 if __name__ == "__main__":

@@ -20,14 +20,12 @@ import _harness as harness
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from _served import Served
 
 from ssv_jax import UsageError
-from ssv_jax.models.cache import commit, geometry_of, init_cache
+from ssv_jax.models.cache import Cache
 from ssv_jax.models.config import LlamaConfig
 from ssv_jax.models.layer_plan import LayerPlan
-from ssv_jax.models.llama import PassOptions, build
-from ssv_jax.pallas_kernels import chain
 from ssv_jax.training import forward
 
 LOGIT_ROWS = 1024  # rows of logits in memory at a time
@@ -64,26 +62,56 @@ def token_losses(
 
 def served_losses(model: evaluation.Model, plan: LayerPlan, tokens: np.ndarray, size: int) -> np.ndarray:
     """The same by the path that serves: passes of `size` tokens over a cache, as `loop.prefill_chunk` makes them."""
-    config = model.config
-    graphdef, params = build(config, model.params, jnp.float32)
-    geometry = geometry_of(config.nsa) if config.nsa else None
+    served = Served(model, jnp.float32, size, plan)
+    return chain_losses(served, served.cache(len(tokens)), tokens, 0, size)[:-1]
 
-    def step(params: Any, cache: Any, part: jax.Array, target: jax.Array) -> Any:
-        options = PassOptions(plan=plan, is_chain=True)
-        output = nnx.merge(graphdef, params)(part, chain(cache.length, size), cache, options)
-        taken = jnp.take_along_axis(output.logits[0], target[:, None], axis=1)[:, 0]
-        path = jnp.arange(size, dtype=jnp.int32)[None]
-        cache = commit(cache, output.trees, path, jnp.full((1,), size, jnp.int32), geometry)
-        return jax.nn.logsumexp(output.logits[0], axis=-1) - taken, cache
 
-    run = jax.jit(step, donate_argnums=1)
-    cache = init_cache(config, len(tokens), dtype=jnp.float32)
-    following = np.append(tokens[1:], 0)
-    losses = []
-    for at in range(0, len(tokens), size):
-        loss, cache = run(params, cache, jnp.asarray(tokens[None, at : at + size]), following[at : at + size])
-        losses.append(np.asarray(loss))
-    return np.concatenate(losses)[:-1]
+def chain_losses(served: Served, cache: Cache, tokens: np.ndarray, begin: int, size: int, share: int = 0) -> np.ndarray:
+    """-log p of tokens `begin` + 1 ... S in passes of `size` after `begin` cached ones; the last one is no loss.
+
+    `share` consecutive nodes of a pass read the blocks of their first one; 0: each its own.
+    """
+    following, losses = np.append(tokens[1:], 0), []
+    for at in range(begin, len(tokens), size):
+        part = slice(at, at + size)
+        loss, _, cache = served.score(cache, tokens[None, part], following[None, part], max(share, 1), share > 0)
+        losses.append(loss[0])
+    return np.concatenate(losses)
+
+
+def measure_sharing(
+    model: evaluation.Model, sets: dict[str, list[evaluation.Window]], length: int, args: argparse.Namespace, dtype: str
+) -> list[dict[str, Any]]:
+    """Loss of the last `--share-tokens` below `length` if they are verified in groups that share blocks.
+
+    Passes are chains of `--share-nodes`, as of a perfect drafter: every token is verified and committed with what its
+    group's first node selected, and so read by later ones. The tokens before are read exactly.
+    """
+    served = Served(model, jnp.dtype(dtype), args.check_pass)
+    begin, shares = length - args.share_tokens, (0, *args.share)
+    found: dict[tuple[str, int], list[float]] = {}
+    total = sum(map(len, sets.values())) * len(shares)
+    steps = evaluation.Steps(f"sharing {dtype}", total, args.budget_s)
+    for i, name in ((i, name) for i in range(max(map(len, sets.values()))) for name in sets if i < len(sets[name])):
+        if steps.spent:
+            harness.say(f"budget of {args.budget_s:g} s spent: sharing in {name}, window {i} and later ones left out")
+            break
+        window = sets[name][i]
+        cache = served.read(served.cache(length), window.tokens[None, :begin])
+        for share in shares:
+            loss = chain_losses(served, cache, window.tokens[:length], begin, args.share_nodes, share)
+            kept = loss[:-1][window.target[begin + 1 : length]]
+            found.setdefault((name, share), []).append(float(kept.mean()))
+            steps.step(f"{name} {i}, {share or 'none'} share: {kept.mean():.4f}")
+    rows = []
+    for (name, share), each in found.items():
+        label = f"nsa, refresh every 1, {share} share" if share else "nsa, refresh every 1, in passes"
+        row = {"set": name, "variant": label, "length": length, "tokens": args.share_tokens, "windows": len(each)}
+        row |= {f"nll_{key}": value for key, value in harness.spread(each).items() if key != "repeats"}
+        over = [x - y for x, y in zip(each, found[name, 0], strict=False)]
+        row |= {f"over_lossless_{key}": value for key, value in harness.spread(over).items() if key != "repeats"}
+        rows.append(row | {"nll_mean": statistics.fmean(each), "nll_each": each})
+    return rows
 
 
 def check_paths(variants: list[Variant], window: evaluation.Window, length: int, size: int) -> list[dict[str, Any]]:
@@ -255,13 +283,16 @@ def main() -> None:
     parser.add_argument("--windows", nargs="+", type=int, default=[4], help="per set, for each dtype or for all")
     parser.add_argument("--bucket", type=int, default=1024, help="tokens of a point of the curves")
     parser.add_argument("--chunk", type=int, default=128, help="queries in a tile of sparse attention")
+    parser.add_argument("--share", nargs="*", type=int, default=[], help="nodes that share blocks (class approx)")
+    parser.add_argument("--share-tokens", type=int, default=1024, help="last tokens below the shortest length")
+    parser.add_argument("--share-nodes", type=int, default=16, help="nodes of a pass over them")
     parser.add_argument("--check-length", type=int, default=4096, help="tokens of the check of both paths; 0: none")
     parser.add_argument("--check-pass", type=int, default=512, help="tokens of a serving pass in that check")
     args = parser.parse_args()
     if args.smoke:
         args.lengths, args.dense_theta, args.bucket, args.chunk = [64, 192], ["1e4:64", "4e4"], 32, 64
         args.dtypes, args.windows, args.check_length, args.check_pass = ["float32"], [2], 128, 64
-        args.refresh_every = [1, 2]
+        args.refresh_every, args.share, args.share_tokens, args.share_nodes = [1, 2], [2], 32, 8
         model, dense = evaluation.smoke_model(), evaluation.smoke_model(nsa=False)
         found = {"smoke": evaluation.smoke_set()}
     else:
@@ -271,6 +302,13 @@ def main() -> None:
         dense = evaluation.load_model(args.dense_model, "dense")
     if len(args.windows) not in (1, len(args.dtypes)) or min(args.windows) < 1 or min(args.lengths) < 2:
         raise UsageError("--windows: one positive number, or one for each of --dtypes; --lengths: at least 2")
+    shortest = min(args.lengths)
+    if any(not 2 <= share <= 32 for share in args.share):
+        raise UsageError("--share: numbers of nodes from 2 to 32")
+    if args.share and (model.config.nsa is None or not 1 < args.share_tokens < shortest or args.share_nodes < 1):
+        raise UsageError("--share needs a sparse model, --share-tokens below the shortest length, and --share-nodes")
+    if args.share and args.share_tokens % args.share_nodes:
+        raise UsageError(f"--share-tokens must be a multiple of --share-nodes ({args.share_nodes})")
     counts = args.windows * (len(args.dtypes) if len(args.windows) == 1 else 1)
     variants = make_variants(args, model, dense)
     options = forward.SequenceOptions(chunk=args.chunk)
@@ -292,6 +330,11 @@ def main() -> None:
         table += [{"dtype": dtype, **row} for row in rows]
         result["runs"].append({"dtype": dtype, "rows": rows, "bucket": args.bucket, "curves": curves})
         harness.write(output, result)  # a time limit must not lose it
+        if args.share:
+            shared = measure_sharing(model, sets, shortest, args, dtype)
+            table += [{"dtype": dtype, **row} for row in shared]
+            result["runs"][-1]["sharing"] = shared
+            harness.write(output, result)
     evaluation.write_csv(output.with_suffix(".csv"), table)
     curves = result["runs"][0]["curves"]
     evaluation.plot(output.with_suffix(".png"), lambda axes: draw(axes, curves, args.bucket), columns=len(found))

@@ -1,25 +1,34 @@
-"""Retrieval of a 7-digit number from held-out book text, dense and sparse, over lengths and layer plans.
+"""Finding and counting in long texts, dense and sparse, over lengths, layer plans and precision classes.
 
-python experiments/needle.py --model NAME_OR_DIR --data FILE.npz.xz [--dense-model NAME_OR_DIR] [--smoke]
-A trial counts if greedy decoding gives all seven digits after the given beginning of the answer. One pass over the
-prompt with the right answer decides that: greedy decoding gives it exactly if every digit is the most likely token
-after those before it. `--path loop` decodes instead, through the cache, and must agree; `--smoke` compares both.
+python experiments/needle.py --model NAME_OR_DIR --data FILE.npz.xz [--kinds single copy ...] [--share 4] [--smoke]
+The tasks are those of `_tasks`: one number (`single`), one among others (`multi-key`), and more. A trial is exact if
+greedy decoding gives the whole answer after its given beginning, between given commas. One pass over the prompt with
+the right answer decides that: greedy decoding does if every token is the likeliest one after those before it.
+
+Paths: `sequence`, one pass without a cache; `passes`, the prompt in passes through the cache and then the answer as the
+chain that a perfect drafter would propose, whose groups of nodes share blocks where `--share` asks for it (class
+approx); `loop`, decoding token by token. `--smoke` checks that they agree.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import _evaluation as evaluation
 import _harness as harness
+import _tasks as tasks
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _served import Served
+from _tasks import KINDS, Trial
 
 from ssv_jax import UsageError, loop
 from ssv_jax.drafting.none import NoDrafter
@@ -28,171 +37,73 @@ from ssv_jax.models.layer_plan import LayerPlan
 from ssv_jax.models.llama import build
 from ssv_jax.state import RUNNING
 from ssv_jax.training import forward
-from ssv_jax.training.tokens import TokenSet
-
-DIGITS = 7
-NEEDLE = "\nThe special magic number for {place} is {number}.\n"
-QUESTION = "\n\nWhat is the special magic number for {place} mentioned in the text above?"
-ANSWER = "The special magic number for {place} mentioned in the text is "
-PLACES = (
-    "Lisbon Vienna Helsinki Cairo Toronto Santiago Nairobi Jakarta Kyoto Prague Dublin Havana Lima Oslo Athens Warsaw"
-).split()
-KINDS = {"single": 1, "multi-key": 4}  # numbers in the text, one of which is asked for
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Trial:
-    """A prompt with its answer.
-
-    Args:
-      tokens: int32 [S]; the last DIGITS are the answer.
-      depth: where the needle begins, as a share of the prompt.
-    """
-
-    tokens: np.ndarray
-    depth: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model and a layer plan, and the prompts that it is asked."""
+    """A model, a layer plan, and how many nodes share blocks (0: none); `longest` is the longest prompt asked."""
 
     label: str
     model: evaluation.Model
     plan: LayerPlan
     longest: int
+    share: int = 0
+
+    @property
+    def precision(self) -> str:
+        """Its class, as `ssv_jax.Strategy` has it."""
+        if self.model.config.nsa is None:
+            return "dense"
+        return "approx" if self.share else "lossless" if self.plan.all_refresh else "strict"
 
 
-Encode = Callable[[str], list[int]]
-Chat = Callable[[str], tuple[list[int], list[int]]]
-Tools = tuple[Encode, Chat, np.ndarray]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Score:
+    """What came of a trial: right tokens before the first wrong one, items that are right, and their numbers."""
 
-
-def make_trial(
-    rng: np.random.Generator,
-    book: np.ndarray,
-    length: int,
-    depth: float,
-    needles: int,
-    encode: Encode,
-    chat: Chat,
-    breaks: np.ndarray,
-) -> Trial:
-    """A prompt of exactly `length` tokens, answer included.
-
-    Args:
-      rng: chooses text, places, numbers and the other needles' depths.
-      book: tokens to hide the numbers in.
-      length: of the result.
-      depth: of the needle, as a share of the text.
-      needles: numbers in the text; the first is asked for.
-      encode: text to tokens.
-      chat: what stands before the text, and after it up to the answer, for a place.
-      breaks: token ids after which a needle may stand.
-
-    Raises:
-      UsageError: a length that the question alone fills, or a book that is too short.
-    """
-    places = rng.choice(PLACES, needles, replace=False)
-    numbers = [str(n + 10 ** (DIGITS - 1)) for n in rng.choice(9 * 10 ** (DIGITS - 1), needles, replace=False)]
-    pieces = [np.array(encode(NEEDLE.format(place=p, number=n))) for p, n in zip(places, numbers, strict=True)]
-    before, after = chat(str(places[0]))
-    answer = encode(numbers[0])
-    if len(answer) != DIGITS:
-        raise UsageError(f"the tokenizer gives {len(answer)} tokens for {DIGITS} digits: every digit must be one token")
-    room = length - len(before) - len(after) - DIGITS - sum(map(len, pieces))
-    if room < 8:
-        raise UsageError(f"--lengths {length} leaves no room for text beside the question")
-    if len(book) <= room:
-        raise UsageError(f"--data: {len(book)} tokens of text in a row, {room} are needed: shorten --lengths")
-    start = int(rng.integers(0, len(book) - room))
-    text = book[start : start + room]
-    depths = [depth, *rng.uniform(0, 1, needles - 1)]
-    ends = np.flatnonzero(np.isin(text, breaks)) + 1
-    ends = np.append(ends, 0)  # the beginning is always possible
-    at = [int(ends[np.argmin(np.abs(ends - d * room))]) for d in depths]
-    order = np.argsort(at, kind="stable")
-    parts, last, found = [], 0, 0
-    for i in order:
-        parts += [text[last : at[i]], pieces[i]]
-        last = at[i]
-        if i == 0:
-            found = len(before) + sum(map(len, parts)) - len(pieces[0])
-    tokens = np.concatenate([before, *parts, text[last:], after, answer]).astype(np.int32)
-    assert len(tokens) == length
-    return Trial(tokens=tokens, depth=found / length)
-
-
-def make_trials(tools: Tools, found: TokenSet, length: int, count: int, kind: str, seed: int) -> list[Trial]:
-    """The same trials for the same arguments; depths are evenly spread."""
-    sizes = np.diff(found.starts)
-    books = [found.document(int(i)) for i in np.flatnonzero(sizes > length)]
-    if not books:
-        raise UsageError(f"--data: no document of more than {length} tokens: give books, or shorten --lengths")
-    rng = np.random.default_rng([seed, length, KINDS[kind]])
-    encode, chat, breaks = tools
-    trials = []
-    for i in range(count):
-        book = books[int(rng.integers(len(books)))]
-        trials.append(make_trial(rng, book, length, (i + 0.5) / count, KINDS[kind], encode, chat, breaks))
-    return trials
-
-
-def tools_of(model: evaluation.Model) -> Tools:
-    """How text becomes tokens, what stands around it, and after which tokens a sentence ends."""
-    tokenizer = model.tokenizer
-    if tokenizer is None:  # smoke: characters stand for themselves
-
-        def characters(text: str) -> list[int]:
-            return [ord(c) % model.config.vocab_size for c in text]
-
-        return characters, lambda place: (characters("<"), characters(f">{place}: ")), np.array([5, 6])
-    breaks = [i for i in range(tokenizer.vocab_size) if tokenizer.decode([i]).strip(" ") in (".", ".\n", "\n", "\n\n")]
-
-    def chat(place: str) -> tuple[list[int], list[int]]:
-        mark = "\x00"
-        question = QUESTION.format(place=place)
-        if tokenizer.chat_template is None:
-            before, after = "", f"{question}\n{ANSWER.format(place=place)}"
-        else:
-            text = tokenizer.render_chat([{"role": "user", "content": mark + question}])
-            before, _, after = text.partition(mark)
-            after += ANSWER.format(place=place)
-        return tokenizer.encode(before) if before else [], tokenizer.encode(after)
-
-    return tokenizer.encode, chat, np.array(breaks)
+    trial: Trial
+    before_error: int
+    scored: int
+    items_right: int
+    items: int
 
 
 def sequence_answers(
-    config: Any, options: forward.SequenceOptions, stacked: Any, tokens: jax.Array, refresh: jax.Array
+    config: Any, options: forward.SequenceOptions, width: int, stacked: Any, tokens: jax.Array, refresh: jax.Array
 ) -> jax.Array:
-    """The most likely token at each digit of the answers, int32 [B, DIGITS]."""
+    """The likeliest token at each of the last `width` places, int32 [B, width]."""
     final = forward.hidden_states(config, stacked, tokens, refresh, options).final
-    logits = forward.logits_of(config, stacked, final[:, -DIGITS - 1 : -1])
+    logits = forward.logits_of(config, stacked, final[:, -width - 1 : -1])
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
-def loop_answers(subject: Subject, params: Any, graphdef: Any, tokens: np.ndarray, dtype: Any, size: int) -> np.ndarray:
-    """DIGITS greedy tokens after each prompt, by prefill and decoding over a cache, int32 [B, DIGITS]."""
+def loop_answers(
+    subject: Subject, params: Any, graphdef: Any, trials: list[Trial], dtype: Any, size: int
+) -> np.ndarray:
+    """Greedy tokens after each prompt, by prefill and decoding over a cache, at the answers' places, int32 [B, A]."""
+    tokens, width = np.stack([trial.tokens for trial in trials]), widest(trials)
+    lengths = np.array([len(trial.tokens) - len(trial.item) for trial in trials])
     decoding = loop.Decoding(model=graphdef, config=subject.model.config, drafter=NoDrafter(), plan=subject.plan)
-    prompt = tokens[:, :-DIGITS]
-    batch, width = prompt.shape
     state = loop.init_state(
         decoding,
-        jnp.asarray(prompt),
-        jnp.full((batch,), width, jnp.int32),
-        max_new_tokens=DIGITS,
+        jnp.asarray(tokens),
+        jnp.asarray(lengths, jnp.int32),
+        max_new_tokens=width,
         key=jax.random.key(0),
-        capacity=tokens.shape[1],
+        capacity=tokens.shape[1] + width,
         dtype=dtype,
     )
     weights = Params(target=params)
     prefill, decode = _jitted()
-    for _ in range(-(-width // size)):
+    for _ in range(-(-int(lengths.max()) // size)):
         state, _ = prefill(decoding=decoding, params=weights, state=state, size=size)
     while bool((state.status == RUNNING).any()):
-        state, _ = decode(decoding=decoding, params=weights, state=state, rounds=DIGITS)
-    return np.asarray(state.history[:, width : width + DIGITS])
+        state, _ = decode(decoding=decoding, params=weights, state=state, rounds=width)
+    history = np.asarray(state.history)
+    found = np.full((len(trials), width), -1, np.int32)
+    for row, (trial, length) in enumerate(zip(trials, lengths, strict=True)):
+        found[row, width - len(trial.item) :] = history[row, length : length + len(trial.item)]
+    return found
 
 
 @functools.cache
@@ -200,6 +111,47 @@ def _jitted() -> tuple[Any, Any]:
     return (
         jax.jit(loop.prefill_chunk, static_argnames=("decoding", "size"), donate_argnames="state"),
         jax.jit(loop.decode_until, static_argnames=("decoding", "rounds"), donate_argnames="state"),
+    )
+
+
+def pass_answers(
+    served: Served, shares: Sequence[int], trials: list[Trial], width: int, capacity: int
+) -> list[np.ndarray]:
+    """The likeliest tokens in one pass over each answer, int32 [B, width], by number of nodes that share blocks."""
+    tokens = np.stack([trial.tokens for trial in trials])
+    length = tokens.shape[1]
+    # The chain begins with the prompt's last token, as a round begins with its root; short answers' go on beyond them.
+    starts = np.array([length - len(trial.item) - 1 for trial in trials])
+    cache = served.read(served.cache(capacity, len(trials)), tokens[:, : starts.max()], starts)
+    padded = np.pad(tokens, ((0, 0), (0, width)))
+    chain = np.take_along_axis(padded, starts[:, None] + np.arange(width), axis=1)
+    found = []
+    for share in shares:
+        _, best, _ = served.score(cache, chain, chain, group=max(share, 1), shared=share > 0)
+        aligned = np.full_like(best, -1)
+        for row, trial in enumerate(trials):
+            aligned[row, width - len(trial.item) :] = best[row, : len(trial.item)]
+        found.append(aligned)
+    return found
+
+
+def widest(trials: Sequence[Trial]) -> int:
+    """Tokens of the longest answer."""
+    return max(len(trial.item) for trial in trials)
+
+
+def mark(trial: Trial, got: np.ndarray) -> Score:
+    """Compares the last tokens of `got` with the answer."""
+    size = len(trial.item)
+    right = got[-size:] == trial.tokens[-size:]
+    scored = trial.item >= 0
+    items = np.unique(trial.item[scored])
+    return Score(
+        trial=trial,
+        before_error=int(right[scored].cumprod().sum()),
+        scored=int(scored.sum()),
+        items_right=sum(bool(right[trial.item == item].all()) for item in items),
+        items=len(items),
     )
 
 
@@ -221,50 +173,34 @@ def make_subjects(
                 plan = LayerPlan.every(model.config.num_layers, every)
             except ValueError as error:
                 raise UsageError(f"--refresh-every: {error}") from None
-            subjects.append(Subject(label=f"nsa, refresh every {every}", model=model, plan=plan, longest=longest))
+            for share in (0, *args.share):
+                label = f"nsa, refresh every {every}" + (f", {share} share" if share else "")
+                subjects.append(Subject(label=label, model=model, plan=plan, longest=longest, share=share))
     return subjects
 
 
+Results = dict[tuple[str, int, str], list[Score]]
+Readers = dict[Any, Served]
+
+
 def measure(
-    args: argparse.Namespace, subjects: list[Subject], trials: dict[tuple[str, int], list[Trial]]
-) -> dict[tuple[str, int, str], list[tuple[Trial, int]]]:
-    """Right digits of each trial by (kind, length, subject); a spent budget leaves the same trials of all subjects."""
+    args: argparse.Namespace, subjects: list[Subject], trials: dict[tuple[str, int], list[Trial]], readers: Readers
+) -> Results:
+    """Scores by (kind, length, subject); a spent budget leaves the same trials of all subjects.
+
+    `readers`: those that `--path passes` has compiled for, which it adds to.
+    """
     dtype = jnp.dtype(args.dtype)
-    stacked: dict[int, Any] = {}
-    for subject in subjects:
-        key = id(subject.model.params)
-        if key not in stacked:
-            stacked[key] = forward.stack_params(subject.model.config, subject.model.params, dtype)
-    lengths = sorted({length for _, length in trials})
-    batch_of = {n: max(1, min(args.batch_tokens // n, args.trials)) for n in lengths}
-    options = forward.SequenceOptions(chunk=args.chunk)
-    jitted = jax.jit(sequence_answers, static_argnums=(0, 1))
-
-    def lower(subject: Subject, length: int) -> Any:
-        tokens = jax.ShapeDtypeStruct((batch_of[length], length), jnp.int32)
-        refresh = jax.ShapeDtypeStruct((len(subject.plan.refresh),), bool)
-        return jitted.lower(subject.model.config, options, stacked[id(subject.model.params)], tokens, refresh)
-
-    jobs = {(s.model.config, n): (s, n) for s in subjects for n in lengths if n <= s.longest}
-    names = {key: f"{s.label}, {n} tokens" for key, (s, n) in jobs.items()}
-    compiled = {}
-    if args.path == "sequence":
-        compiled = evaluation.compile_all(
-            {names[key]: functools.partial(lower, *job) for key, job in sorted(jobs.items(), key=lambda x: -x[1][1])}
-        )
-    built = {}
-    if args.path == "loop":
-        built = {s.label: build(s.model.config, s.model.params, dtype) for s in subjects}
-
-    def answers(subject: Subject, length: int, tokens: np.ndarray) -> np.ndarray:
-        if args.path == "loop":
-            graphdef, params = built[subject.label]
-            return loop_answers(subject, params, graphdef, tokens, dtype, args.pass_size)
-        call = compiled[names[subject.model.config, length]]
-        refresh = jnp.asarray(subject.plan.refresh)
-        return np.asarray(call(stacked[id(subject.model.params)], jnp.asarray(tokens), refresh))
-
-    scores: dict[tuple[str, int, str], list[tuple[Trial, int]]] = {}
+    lengths, width = sorted({length for _, length in trials}), widest([t for each in trials.values() for t in each])
+    # Passes read all lengths with the same executables.
+    batch_of = {n: args.batch_tokens // (lengths[-1] if args.path == "passes" else n) for n in lengths}
+    batch_of = {n: max(1, min(batch, args.trials)) for n, batch in batch_of.items()}
+    answer = {
+        "sequence": functools.partial(_by_sequence, args, dtype, batch_of, width),
+        "passes": functools.partial(_by_passes, args, dtype, batch_of, width, readers),
+        "loop": functools.partial(_by_loop, args, dtype),
+    }[args.path](subjects)
+    scores: Results = {}
     work = [(kind, n, at) for (kind, n), found in trials.items() for at in range(0, len(found), batch_of[n])]
     work.sort(key=lambda job: job[1])  # cheap ones first
     total = sum(n for _, n, _ in work)
@@ -275,38 +211,132 @@ def measure(
             break
         part = trials[kind, length][at : at + batch_of[length]]
         filled = part + part[-1:] * (batch_of[length] - len(part))
-        tokens = np.stack([trial.tokens for trial in filled])
-        for subject in (s for s in subjects if length <= s.longest):
-            got = answers(subject, length, tokens)
-            right = (got == tokens[:, -DIGITS:]).cumprod(axis=1).sum(axis=1)  # digits before the first wrong one
-            scores.setdefault((kind, length, subject.label), []).extend(
-                zip(part, right.tolist()[: len(part)], strict=True)
-            )
+        asked = [subject for subject in subjects if length <= subject.longest]
+        for subject, got in zip(asked, answer(asked, filled), strict=True):
+            marks = [mark(trial, row) for trial, row in zip(part, got, strict=False)]
+            scores.setdefault((kind, length, subject.label), []).extend(marks)
         steps.done += length - 1
         steps.step(f"{kind}, {length} tokens, {at + len(part)} trials")
     return scores
 
 
-def summarise(scores: dict[tuple[str, int, str], list[tuple[Trial, int]]]) -> list[dict[str, Any]]:
+def _by_sequence(
+    args: argparse.Namespace,
+    dtype: Any,
+    batch_of: dict[int, int],
+    width: int,
+    subjects: list[Subject],
+) -> Any:
+    """Compiles for every (model, length) at once."""
+    stacked: dict[int, Any] = {}
+    for subject in subjects:
+        key = id(subject.model.params)
+        if key not in stacked:
+            stacked[key] = forward.stack_params(subject.model.config, subject.model.params, dtype)
+    options = forward.SequenceOptions(chunk=args.chunk)
+    jitted = jax.jit(sequence_answers, static_argnums=(0, 1, 2))
+
+    def lower(subject: Subject, length: int) -> Any:
+        tokens = jax.ShapeDtypeStruct((batch_of[length], length), jnp.int32)
+        refresh = jax.ShapeDtypeStruct((len(subject.plan.refresh),), bool)
+        return jitted.lower(subject.model.config, options, width, stacked[id(subject.model.params)], tokens, refresh)
+
+    jobs = {(s.model.config, n): (s, n) for s in subjects for n in batch_of if n <= s.longest}
+    names = {key: f"{s.label}, {n} tokens" for key, (s, n) in jobs.items()}
+    longest_first = sorted(jobs.items(), key=lambda job: -job[1][1])
+    compiled = evaluation.compile_all({names[key]: functools.partial(lower, *job) for key, job in longest_first})
+
+    def answers(asked: list[Subject], part: list[Trial]) -> list[np.ndarray]:
+        tokens = jnp.asarray(np.stack([trial.tokens for trial in part]))
+        calls = [compiled[names[s.model.config, tokens.shape[1]]] for s in asked]
+        refresh = [jnp.asarray(s.plan.refresh) for s in asked]
+        return [
+            np.asarray(call(stacked[id(s.model.params)], tokens, r))
+            for s, call, r in zip(asked, calls, refresh, strict=True)
+        ]
+
+    return answers
+
+
+def reader_of(readers: Readers, subject: Subject, dtype: Any, size: int) -> Served:
+    """Subjects that differ in sharing alone have one reader."""
+    key = id(subject.model.params), subject.model.config, subject.plan
+    if key not in readers:
+        readers[key] = Served(subject.model, dtype, size, subject.plan)
+    return readers[key]
+
+
+def _by_passes(
+    args: argparse.Namespace,
+    dtype: Any,
+    batch_of: dict[int, int],
+    width: int,
+    readers: Readers,
+    subjects: list[Subject],
+) -> Any:
+    """Subjects of one reader have one prefill; everything is compiled at once."""
+    longest = max(batch_of)
+    mine = {subject.label: reader_of(readers, subject, dtype, args.pass_size) for subject in subjects}
+    empty = np.zeros((batch_of[longest], width), np.int32)
+
+    def read(served: Served) -> Any:
+        return served.read(served.cache(longest + width, len(empty)), empty[:, :1])
+
+    def score(subject: Subject) -> None:
+        cache = caches[mine[subject.label]]
+        mine[subject.label].score(cache, empty, empty, group=max(subject.share, 1), shared=subject.share > 0)
+        harness.say(f"compiled: {subject.label}")
+
+    with concurrent.futures.ThreadPoolExecutor(min(len(subjects), os.cpu_count() or 1)) as pool:
+        distinct = list(dict.fromkeys(mine.values()))
+        caches = dict(zip(distinct, pool.map(read, distinct), strict=True))
+        list(pool.map(score, subjects))
+    caches.clear()
+
+    def answers(asked: list[Subject], part: list[Trial]) -> list[np.ndarray]:
+        found: dict[str, np.ndarray] = {}
+        for served in dict.fromkeys(mine[subject.label] for subject in asked):
+            here = [subject for subject in asked if mine[subject.label] is served]
+            got = pass_answers(served, [subject.share for subject in here], part, width, longest + width)
+            found |= {subject.label: x for subject, x in zip(here, got, strict=True)}
+        return [found[subject.label] for subject in asked]
+
+    return answers
+
+
+def _by_loop(args: argparse.Namespace, dtype: Any, subjects: list[Subject]) -> Any:
+    built = {s.label: build(s.model.config, s.model.params, dtype) for s in subjects}
+
+    def answers(asked: list[Subject], part: list[Trial]) -> list[np.ndarray]:
+        return [loop_answers(s, *built[s.label][::-1], part, dtype, args.pass_size) for s in asked]
+
+    return answers
+
+
+def summarise(scores: Results, subjects: list[Subject]) -> list[dict[str, Any]]:
+    precision = {subject.label: subject.precision for subject in subjects}
     rows = []
     for (kind, length, label), each in scores.items():
-        exact = [right == DIGITS for _, right in each]
+        exact = [score.before_error == score.scored for score in each]
         low, high = evaluation.wilson(sum(exact), len(exact))
-        quarters = [[ok for (t, _), ok in zip(each, exact, strict=True) if int(t.depth * 4) == q] for q in range(4)]
+        places = [[ok for x, ok in zip(each, exact, strict=True) if int(x.trial.depth * 4) == q] for q in range(4)]
         rows.append(
             {
                 "kind": kind,
                 "length": length,
                 "subject": label,
+                "class": precision[label],
                 "trials": len(each),
                 "exact": sum(exact),
                 "share": sum(exact) / len(exact),
                 "share_low": low,
                 "share_high": high,
-                "digits_before_first_error": sum(right for _, right in each) / len(each),
-                "by_quarter_of_depth": [f"{sum(q)}/{len(q)}" for q in quarters],
-                "depths": [round(t.depth, 3) for t, _ in each],
-                "right_digits": [right for _, right in each],
+                "items": sum(x.items_right for x in each) / sum(x.items for x in each),
+                "tokens_before_first_error": sum(x.before_error for x in each) / len(each),
+                "tokens_of_answer": sum(x.scored for x in each) / len(each),
+                "by_quarter_of_depth": [f"{sum(q)}/{len(q)}" for q in places],
+                "depths": [round(x.trial.depth, 3) for x in each],
+                "right_tokens": [x.before_error for x in each],
             }
         )
     return rows
@@ -314,13 +344,19 @@ def summarise(scores: dict[tuple[str, int, str], list[tuple[Trial, int]]]) -> li
 
 def draw(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    for axis, kind in zip(np.atleast_1d(axes), kinds, strict=True):
+    for axis, kind in zip(np.ravel(axes), kinds, strict=False):
         for label in dict.fromkeys(row["subject"] for row in rows):
             mine = [r for r in rows if r["kind"] == kind and r["subject"] == label]
-            style = "--o" if label.startswith("dense") else "-o"
+            if not mine:
+                continue
+            style = {"dense": "--o", "approx": ":s"}.get(mine[0]["class"], "-o")
             spans = np.array([[r["share"] - r["share_low"], r["share_high"] - r["share"]] for r in mine]).T
             axis.errorbar([r["length"] for r in mine], [r["share"] for r in mine], spans, fmt=style, label=label)
-        axis.set(title=kind, xlabel="prompt (tokens)", ylabel="exact answers", ylim=(-0.03, 1.03), xscale="log")
+        lengths = sorted({row["length"] for row in rows})
+        axis.set(title=kind, xlabel="prompt (tokens)", ylabel="exact answers", xscale="log")
+        axis.set(xlim=(lengths[0] / 1.2, lengths[-1] * 1.2), ylim=(-0.03, 1.03))
+        axis.set_xticks(lengths, [str(length) for length in lengths])
+        axis.minorticks_off()
         axis.legend(fontsize=7)
 
 
@@ -330,39 +366,47 @@ def main() -> None:
     evaluation.add_output_arguments(parser)
     parser.add_argument("--data", nargs="+", default=[], help="held-out token sets; the first one is used")
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 4096, 8192, 16384])
-    parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=["single", "multi-key"])
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dense-theta", nargs="*", default=["1e5:8192", "4e5"], metavar="THETA[:LONGEST]")
     parser.add_argument("--refresh-every", nargs="*", type=int, default=[1, 3])
+    parser.add_argument("--share", nargs="*", type=int, default=[], help="nodes that share blocks, --path passes only")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--path", choices=("sequence", "loop"), default="sequence")
+    parser.add_argument("--path", choices=("sequence", "passes", "loop"), default="sequence")
     parser.add_argument("--batch-tokens", type=int, default=65536, help="tokens of a batch of trials")
     parser.add_argument("--chunk", type=int, default=128, help="queries in a tile of sparse attention")
-    parser.add_argument("--pass-size", type=int, default=512, help="tokens of a prefill pass of --path loop")
+    parser.add_argument("--pass-size", type=int, default=512, help="tokens of a prefill pass through the cache")
     args = parser.parse_args()
     if args.smoke:
-        args.lengths, args.trials, args.batch_tokens, args.chunk, args.pass_size = [320], 3, 640, 64, 160
-        args.dense_theta, args.refresh_every, args.dtype = ["4e4"], [2], "float32"
+        args.lengths, args.trials, args.batch_tokens, args.chunk, args.pass_size = [640], 2, 1280, 64, 160
+        args.dense_theta, args.refresh_every, args.share, args.dtype = ["4e4"], [2], [2], "float32"
+        args.kinds, args.path = ["copy"], "passes"
+    if args.share and args.path != "passes":
+        raise UsageError("--share: only --path passes shares blocks, as only it has a pass over the answer: add it")
+    if args.trials < 1 or any(not 2 <= share <= 32 for share in args.share):
+        raise UsageError("--trials must be at least 1, and --share from 2 to 32")
+    if args.smoke:
         model, dense, found = evaluation.smoke_model(), evaluation.smoke_model(nsa=False), evaluation.smoke_set()
     else:
         evaluation.require_files("--data", args.data)
         model = evaluation.load_model(args.model, args.attention, args.nsa_config)
         found = next(iter(evaluation.read_sets(args.data, model.config.vocab_size).values()))
         dense = evaluation.load_model(args.dense_model, "dense") if args.dense_theta else model
-    if args.trials < 1:
-        raise UsageError(f"--trials must be at least 1, got {args.trials}")
+    if args.share and model.config.nsa is None:
+        raise UsageError(f"--share: {args.model} is dense and selects no blocks")
     subjects = make_subjects(args, model, dense, max(args.lengths))
-    tools = tools_of(model)
+    tools = tasks.tools_of(model.tokenizer, model.config.vocab_size)
     trials = {
-        (kind, n): make_trials(tools, found, n, args.trials, kind, args.seed)
+        (kind, n): tasks.make_trials(tools, found, n, args.trials, kind, args.seed)
         for kind in args.kinds
         for n in args.lengths
     }
-    scores = measure(args, subjects, trials)
+    readers: Readers = {}
+    scores = measure(args, subjects, trials, readers)
     if args.smoke:  # untrained, so all answers are wrong: the tokens themselves must agree
-        compare_paths(subjects, trials["multi-key", 320], args)
-    rows = summarise(scores)
+        compare_paths(subjects[-2], trials["copy", args.lengths[0]], readers, args)
+    rows = summarise(scores, subjects)
     output = evaluation.output_path("needle", args.output, args.smoke)
     settings = {key: str(value) for key, value in vars(args).items() if key not in ("model", "output", "data")}
     result = {
@@ -370,7 +414,8 @@ def main() -> None:
         "model": model.facts,
         "dense": dense.facts,
         "settings": settings | {"data": [Path(path).name for path in args.data]},
-        "score": "share of trials whose 7 digits greedy decoding gives exactly; 95% Wilson interval",
+        "score": "share of trials whose answer greedy decoding gives exactly, with its 95% Wilson interval",
+        "items": "share of the answers' items that are right after the right ones before",
         "rows": rows,
     }
     harness.write(output, result)
@@ -378,30 +423,35 @@ def main() -> None:
     columns = len({row["kind"] for row in rows})
     if columns:
         evaluation.plot(output.with_suffix(".png"), lambda axes: draw(axes, rows), columns=columns)
-    evaluation.table(rows, ("kind", "length", "subject", "trials", "exact", "share", "share_low", "share_high"))
+    names = "kind length subject class trials exact share share_low share_high items"
+    evaluation.table(rows, names.split())
 
 
-def compare_paths(subjects: list[Subject], trials: list[Trial], args: argparse.Namespace) -> None:
-    """Both paths give the same token after the same prompts.
+def compare_paths(subject: Subject, trials: list[Trial], readers: Readers, args: argparse.Namespace) -> None:
+    """All paths give the same token after the same prompts, where no blocks are shared.
 
     Raises:
       SystemExit: they do not.
     """
-    tokens = np.stack([trial.tokens for trial in trials])
-    for subject in subjects:
-        config, params = subject.model.config, subject.model.params
-        refresh = jnp.asarray(subject.plan.refresh)
-        stacked = forward.stack_params(config, params, jnp.float32)
-        graphdef, state = build(config, params, jnp.float32)
-        decoded = loop_answers(subject, state, graphdef, tokens, jnp.float32, args.pass_size)
-        # Under the decoded tokens, the sequence pass must choose each of them again.
-        forced = np.concatenate([tokens[:, :-DIGITS], decoded], axis=1)
-        options = forward.SequenceOptions(chunk=args.chunk)
-        run = jax.jit(sequence_answers, static_argnums=(0, 1))
-        chosen = run(config, options, stacked, jnp.asarray(forced), refresh)
-        if not np.array_equal(np.asarray(chosen), decoded):
-            raise SystemExit(f"error: {subject.label}: decoding and the sequence pass choose different tokens")
-        harness.say(f"{subject.label}: decoding and the sequence pass choose the same tokens")
+    config, params = subject.model.config, subject.model.params
+    graphdef, state = build(config, params, jnp.float32)
+    decoded = loop_answers(subject, state, graphdef, trials, jnp.float32, args.pass_size)
+    # Under the decoded tokens, the other paths must choose each of them again.
+    forced = [
+        dataclasses.replace(t, tokens=np.concatenate([t.tokens[: -len(t.item)], row[-len(t.item) :]]))
+        for t, row in zip(trials, decoded, strict=True)
+    ]
+    options, width = forward.SequenceOptions(chunk=args.chunk), decoded.shape[1]
+    run = jax.jit(sequence_answers, static_argnums=(0, 1, 2))
+    stacked, refresh = forward.stack_params(config, params, jnp.float32), jnp.asarray(subject.plan.refresh)
+    chosen = run(config, options, width, stacked, jnp.asarray(np.stack([t.tokens for t in forced])), refresh)
+    served, capacity = reader_of(readers, subject, jnp.float32, args.pass_size), len(forced[0].tokens) + width
+    (passed,) = pass_answers(served, [0], forced, width, capacity)
+    for name, got in (("the sequence pass", np.asarray(chosen)), ("a pass over the answer", passed)):
+        for trial, row, want in zip(forced, got, decoded, strict=True):
+            if not np.array_equal(row[-len(trial.item) :], want[-len(trial.item) :]):
+                raise SystemExit(f"error: {subject.label}: decoding and {name} choose different tokens")
+    harness.say(f"{subject.label}: decoding, the sequence pass and a pass over the answer choose the same tokens")
 
 
 if __name__ == "__main__":

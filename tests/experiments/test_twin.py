@@ -66,6 +66,10 @@ CASES = {
         ),
         {"hidden_size": 40, "num_layers": 3, "num_heads": 8, "num_kv_heads": 4, "head_dim": 24},
     ),
+    "pooled": (
+        cases.config(cases.nsa(cmp_fn="pooled", cmp_pe="kv", cmp_pools=2, gate_bias=True)),
+        {"hidden_size": 40, "num_heads": 8, "num_kv_heads": 4, "head_dim": 24},
+    ),
     "linear-token-gates": (
         cases.config(cases.nsa(cmp_fn="linear", cmp_pe="k", gate_scope="token"), num_heads=3, num_kv_heads=1),
         {"vocab_size": 60, "hidden_size": 25, "num_heads": 6, "num_kv_heads": 2, "head_dim": 16},
