@@ -21,12 +21,11 @@ from ssv_jax.models.eagle3_loading import export_eagle3
 from ssv_jax.models.errors import CheckpointError
 from ssv_jax.registry import KnownModel, ShippedModel, resolve
 from tests.models.deltas import trained_from, write_delta
-from tests.ssv_jax.test_generate import cache_home, run
+from tests.ssv_jax.test_generate import run
 from tests.ssv_jax.tiny import DENSE as BASE
 from tests.ssv_jax.tiny import write_checkpoint
 
-__all__ = ["cache_home"]
-
+pytestmark = pytest.mark.usefixtures("cache_home")
 CONFIG = trained_from(BASE)
 TREE = TreeSpec(depth=2, topk=2, nodes=6)
 PROMPT = "abc abc abc abc "
