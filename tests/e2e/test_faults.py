@@ -178,7 +178,7 @@ def test_stop_and_budget_at_every_offset():
         capacity=64,
     )
     state = dataclasses.replace(state, count=jnp.full((batch,), 10, jnp.int32), limit=10 + allowed)
-    emitted, status = loop._cut(decoding, state, tokens, available)
+    emitted, status = loop._cut(decoding, state, tokens, available, jnp.zeros((batch, harness.VOCAB)))
     for row, (have, budget, *_) in enumerate(cases):
         want = plain_cut(tokens[row, :have].tolist(), {7, 9}, budget)
         assert (int(emitted[row]), int(status[row])) == want, cases[row]
