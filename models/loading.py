@@ -188,7 +188,7 @@ def read_model_config(
     kind = detect_format(source)
     if kind == "delta":
         info = read_delta_info(source)
-        stored = trained_config(source, info, read_model_config(_base_path(source, info, base)))
+        stored = trained_config(source, info, read_model_config(delta_base(source, info, base, weights=False)))
     else:
         stored = read_config(source) if kind == "ssv-jax" else _open(source, kind).config
     return _apply_overrides(stored, nsa, rope_theta, source, [])
@@ -426,11 +426,17 @@ def _load_own(
     return Checkpoint(config, params, str(source), tuple(notes), _tokenizer_source(source))
 
 
-def _base_path(source: Path, info: DeltaInfo, base: str | os.PathLike[str] | None) -> Path:
+def delta_base(source: Path, info: DeltaInfo, base: str | os.PathLike[str] | None, *, weights: bool = True) -> Path:
     """The checkpoint under a delta.
 
+    Args:
+      source: the delta's directory.
+      info: its `config.json`.
+      base: where the checkpoint is; None takes the path that the delta names.
+      weights: whether its weights will be used, and so are checked, which reads them.
+
     Raises:
-      CheckpointError: none there, or another delta.
+      CheckpointError: none there, another delta, or other weights than the delta was trained from.
     """
     where = source / info.base.model if base is None else Path(base)
     if not where.exists():
@@ -440,6 +446,12 @@ def _base_path(source: Path, info: DeltaInfo, base: str | os.PathLike[str] | Non
         )
     if detect_format(where) == "delta":
         raise CheckpointError(f"{source}: its base {where} is a delta too; name a whole checkpoint as base")
+    expected = info.base.sha256
+    if weights and expected is not None and (found := weights_sha256(where)) != expected:
+        raise CheckpointError(
+            f"{source}: was trained from a base whose weights have sha256 {expected}, but those of {where} have "
+            f"{found}; use the same base"
+        )
     return where
 
 
@@ -453,13 +465,7 @@ def _load_delta(
 ) -> Checkpoint:
     """A base with a delta merged into it while it is read."""
     delta = read_delta(source)
-    under = _base_path(source, delta.info, base)
-    expected = delta.info.base.sha256
-    if expected is not None and (found := weights_sha256(under)) != expected:
-        raise CheckpointError(
-            f"{source}: was trained from a base whose weights have sha256 {expected}, but those of {under} have "
-            f"{found}; use the same base"
-        )
+    under = delta_base(source, delta.info, base)
     merger = Merger(delta, read_model_config(under))
     notes: list[str] = []
     config = _apply_overrides(merger.config, nsa, rope_theta, source, notes)

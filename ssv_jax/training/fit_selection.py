@@ -82,7 +82,7 @@ def _run(args: argparse.Namespace) -> None:
     import numpy as np
 
     from ..models.delta import merge, read_delta, save_delta, weights_sha256
-    from ..models.loading import load
+    from ..models.loading import delta_base, load
     from ..registry import resolve
     from ..tokenizer import Tokenizer
     from .forward import layer_names
@@ -95,9 +95,8 @@ def _run(args: argparse.Namespace) -> None:
     if where.kind != "delta":
         raise UsageError(f"--model {args.model}: is no delta; run ssv_jax.training.adapt_nsa first")
     delta = read_delta(where.path)
-    below = where.base or (where.path / delta.info.base.model)
     say(f"loading {where.description}")
-    base = load(below, nsa=None, dtype=np.dtype("float32"))
+    base = load(delta_base(where.path, delta.info, where.base), nsa=None, dtype=np.dtype("float32"))
     config = pooled_config(delta.info.config(base.config), args.pools)
     assert config.nsa is not None
     forced = (config.nsa.init_blocks + config.nsa.local_blocks) * config.nsa.block_size

@@ -238,6 +238,25 @@ def _compressed(
     return out, _block_scores(p.sum(3), blocks, attn.config)
 
 
+def _routed(
+    attn: NSAttention,
+    rows: _Rows,
+    is_refresh: Array,
+    inherited: Array,
+    options: SparseOptions,
+    start: Array,
+    size: int,
+    keys: int,
+) -> tuple[Array, Array, Array]:
+    """Compressed branch of a tile [B, K, C, G, D] in float32, the blocks that it reads, and its selection loss."""
+    cut = lambda y: jax.lax.dynamic_slice_in_dim(y, start, size, 2)  # noqa: E731
+    q, position = cut(rows.q), start + jnp.arange(size)
+    out, block_scores = _compressed(q, rows.k_cmp, rows.v_cmp, position, inherited.shape[-1], attn)
+    chosen = _choose(jax.lax.stop_gradient(block_scores), position, attn.config)
+    chosen = jnp.where(is_refresh, chosen, cut(inherited))
+    return out, chosen, _compared(q, rows.k[:, :, :keys], block_scores, position, attn, options)
+
+
 def _compared(
     q: Array, k: Array, block_scores: Array, position: Array, attn: NSAttention, options: SparseOptions
 ) -> Array:
@@ -330,25 +349,24 @@ def _by_tiles(
     nsa = attn.config.nsa
     assert nsa is not None
     q, gates, window = rows.q, rows.gates, nsa.window_keys
-    length, blocks = q.shape[2], inherited.shape[-1]
+    length = q.shape[2]
     reach = min(window, length)  # keys before a tile that its window may touch
     # Float32 between tiles: their gradients are added up in it.
-    k, v, k_cmp, v_cmp = (y.astype(jnp.float32) for y in (rows.k, rows.v, rows.k_cmp, rows.v_cmp))
+    k, v = rows.k.astype(jnp.float32), rows.v.astype(jnp.float32)
+    rows = dataclasses.replace(
+        rows, k=k, v=v, k_cmp=rows.k_cmp.astype(jnp.float32), v_cmp=rows.v_cmp.astype(jnp.float32)
+    )
     k_wide, v_wide = (jnp.pad(y, ((0, 0), (0, 0), (reach, 0), (0, 0))) for y in (k, v))
 
     def tile(start: Array, size: int, keys: int) -> tuple[Array, Array, Array]:
         cut = lambda y, length=size: jax.lax.dynamic_slice_in_dim(y, start, length, 2)  # noqa: E731
         low = lambda y: y.astype(q.dtype)  # noqa: E731
         q_tile, gate = cut(q), cut(gates)
-        position = start + jnp.arange(size)
-        out_cmp, block_scores = _compressed(q_tile, k_cmp, v_cmp, position, blocks, attn)
-        chosen = _choose(jax.lax.stop_gradient(block_scores), position, attn.config)
-        chosen = jnp.where(is_refresh, chosen, cut(inherited))
-        key = jnp.arange(keys)
+        out_cmp, chosen, loss = _routed(attn, rows, is_refresh, inherited, options, start, size, keys)
+        position, key = start + jnp.arange(size), jnp.arange(keys)
         readable = jnp.repeat(chosen[..., : -(-keys // nsa.block_size)], nsa.block_size, axis=-1)[..., :keys]
         readable = (readable & (key <= position[:, None]))[:, :, :, None]
         out_slc = _attend(key_scores(q_tile, k[:, :, :keys], attn.scale), low(v[:, :, :keys]), readable)
-        loss = _compared(q_tile, k[:, :, :keys], block_scores, position, attn, options)
         at = start - reach + jnp.arange(size + reach)
         inside = (at >= 0) & (at <= position[:, None]) & (at > position[:, None] - window)
         near_k, near_v = (cut(y, size + reach) for y in (k_wide, v_wide))
@@ -366,16 +384,12 @@ def _by_library(
     assert nsa is not None
     q, k, v = rows.q, rows.k, rows.v
     batch, heads, length, group, dim = q.shape
-    blocks = inherited.shape[-1]
-    k_cmp, v_cmp = (y.astype(jnp.float32) for y in (rows.k_cmp, rows.v_cmp))
+    # Float32 between tiles: their gradients are added up in it.
+    rows = dataclasses.replace(rows, k_cmp=rows.k_cmp.astype(jnp.float32), v_cmp=rows.v_cmp.astype(jnp.float32))
 
     def tile(start: Array, size: int, keys: int) -> tuple[Array, Array, Array]:
-        cut = lambda y: jax.lax.dynamic_slice_in_dim(y, start, size, 2)  # noqa: E731
-        position = start + jnp.arange(size)
-        out, block_scores = _compressed(cut(q), k_cmp, v_cmp, position, blocks, attn)
-        chosen = _choose(jax.lax.stop_gradient(block_scores), position, attn.config)
-        loss = _compared(cut(q), k[:, :, :keys], block_scores, position, attn, options)
-        return out.astype(q.dtype), jnp.where(is_refresh, chosen, cut(inherited)), loss
+        out, chosen, loss = _routed(attn, rows, is_refresh, inherited, options, start, size, keys)
+        return out.astype(q.dtype), chosen, loss
 
     out_cmp, chosen, loss = _over_tiles(tile, length, options)
     chosen = checkpoint_name(chosen, SELECTED)

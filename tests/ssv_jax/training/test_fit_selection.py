@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -157,6 +158,12 @@ def test_only_models_that_can_be_fitted_are_taken(
     dense = material[0].parent.parent / "model"
     assert fit_selection.main(command(material, tmp_path / "run", "--model", str(dense))) == 2
     assert "adapt_nsa first" in capsys.readouterr().err
+    moved = tmp_path / "moved"
+    shutil.copytree(material[0], moved)
+    text = (moved / "config.json").read_text()
+    (moved / "config.json").write_text(text.replace(read_delta(moved).info.base.sha256 or "-", "0" * 64))
+    assert fit_selection.main(command(material, tmp_path / "run", "--model", str(moved))) == 1
+    assert "use the same base" in capsys.readouterr().err
     with pytest.raises(UsageError, match="dense attention"):
         fit_selection.pooled_config(DENSE, 2)
     with pytest.raises(UsageError, match="cmp_fn=mlp"):
