@@ -52,6 +52,7 @@ _PREFILL_SIZES = (16, 64, 256, 512)
 _SMALLEST_CAPACITY = 256
 # Rounds per call: enough to hide the host (about 0.3 ms on a GPU), few enough for text to flow (30 ms on a CPU).
 _ROUNDS: dict[Platform, int] = {"cpu": 8, "gpu": 32}
+_PLANNED_ROUNDS = 8  # on any platform: a planner decides between calls
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,7 +241,7 @@ class Engine:
             )
         self.variants = Variants(mesh)
         self.least_capacity = _SMALLEST_CAPACITY  # more of it makes prompts of more lengths share executables
-        self.rounds_per_call = _ROUNDS[_platform() if self._planner is None else "cpu"]  # planners decide often
+        self.rounds_per_call = _ROUNDS[_platform()] if self._planner is None else _PLANNED_ROUNDS
 
     @classmethod
     def load(
