@@ -9,16 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .engine import Chunk, Engine, Generation, GenerationOptions
+    from .engine import Engine
     from .errors import ContextLengthError, NumericsError, UsageError
+    from .generation import Chunk, Generation, GenerationOptions
     from .strategy import PrecisionClass, Strategy, TreeSpec
 
 _HOMES = {
-    "Chunk": "engine",
+    "Chunk": "generation",
     "ContextLengthError": "errors",
     "Engine": "engine",
-    "Generation": "engine",
-    "GenerationOptions": "engine",
+    "Generation": "generation",
+    "GenerationOptions": "generation",
     "NumericsError": "errors",
     "PrecisionClass": "strategy",
     "Strategy": "strategy",

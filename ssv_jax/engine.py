@@ -17,6 +17,7 @@ from .controller import Decision, Fixed, Observed, Pilot
 from .drafting.build import OwnHead, Platform, check_drafter, settle
 from .drafting.protocol import Params
 from .errors import ContextLengthError, UsageError
+from .generation import Chunk, FinishReason, Generation, GenerationOptions
 from .loop import Decoding, init_state
 from .models.config import NSA_PRESETS, LlamaConfig, NSAConfig
 from .models.eagle3_config import TapConvention
@@ -38,7 +39,6 @@ from .planning import (
 )
 from .profiles import Profile
 from .registry import DEFAULT_MODEL, resolve
-from .sampling import Sampling
 from .state import RUNNING, STOPPED, DecodeState, RoundStats, check_finite
 from .stopping import StopScanner
 from .strategy import PrecisionClass, Strategy
@@ -46,85 +46,12 @@ from .tokenizer import Tokenizer
 from .variants import Variants
 
 Progress = Callable[[str, int, int], None]
-FinishReason = Literal["stop", "stop_string", "length", "context"]
 
 _PREFILL_SIZES = (16, 64, 256, 512)
 _SMALLEST_CAPACITY = 256
 # Rounds per call: enough to hide the host (about 0.3 ms on a GPU), few enough for text to flow (30 ms on a CPU).
 _ROUNDS: dict[Platform, int] = {"cpu": 8, "gpu": 32}
 _PLANNED_ROUNDS = 8  # on any platform: a planner decides between calls
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationOptions:
-    """What to generate.
-
-    Args:
-      max_new_tokens: tokens to emit at most.
-      temperature, top_k, top_p: see `Sampling`.
-      seed: of every random draw.
-      stop: strings that end the text; they are not part of it.
-      ignore_eos: go on after end tokens.
-
-    Raises:
-      UsageError: a value out of range.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
-        if not 0 <= self.seed < 2**32:
-            raise UsageError(f"seed must be in [0, 2**32), got {self.seed}")
-        if isinstance(self.stop, str) or any(not text for text in self.stop):
-            raise UsageError("stop must be a sequence of non-empty strings")
-        self.sampling  # noqa: B018  validates
-
-    @property
-    def sampling(self) -> Sampling:
-        """The choice of tokens."""
-        try:
-            return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk:
-    """A piece of a stream: the text that has become final, and the tokens emitted since the last piece."""
-
-    text: str
-    tokens: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
-    """A finished generation.
-
-    Args:
-      prompt_ids: the prompt's tokens.
-      tokens: emitted tokens, a final end token included.
-      text: their text, without end tokens and without a stop string; None without a tokenizer.
-      finish_reason: `stop` (end token), `stop_string`, `length` (max_new_tokens) or `context` (full).
-      timings_s: seconds by phase: load, compile, prefill, decode.
-      decode_tok_s: tokens per second of decoding, without the first token, which prefill emits.
-      stats: what drafting and verification did.
-    """
-
-    prompt_ids: tuple[int, ...]
-    tokens: tuple[int, ...]
-    text: str | None
-    finish_reason: FinishReason
-    timings_s: Mapping[str, float]
-    decode_tok_s: float
-    stats: Mapping[str, Any]
 
 
 def _no_progress(stage: str, done: int, total: int) -> None:
@@ -166,6 +93,7 @@ class Engine:
         tap_convention: TapConvention | None = None,
         implementation: Implementation = None,
         tensor: int = 1,
+        measure_overlap: bool = False,
         notes: Sequence[str] = (),
         load_seconds: float = 0.0,
         progress: Progress = _no_progress,
@@ -187,6 +115,8 @@ class Engine:
           implementation: of the attention ops, see `pallas_kernels.dispatch.run`; by default the fastest that takes
             the shapes, and XLA on several devices.
           tensor: devices to spread heads, feed-forward and vocabulary over.
+          measure_overlap: report how far the blocks of neighbouring draft nodes agree, which costs some launches a
+            layer. Where a strategy shares blocks it is measured in any case.
           notes: what to tell users about the weights.
           load_seconds: time already spent loading.
           progress: called with (stage, done, total).
@@ -228,6 +158,7 @@ class Engine:
         asked = strategies, config, draft_model, self.dtype, params, tap_convention
         self.lanes = build_lanes(*asked, implementation=self._implementation)
         self.precision = self.lanes.precision
+        self._measure_overlap = measure_overlap or self.precision is PrecisionClass.APPROX
         self._drafter = self.lanes.drafters[self.strategy.label]
         self._params = Params(target=target, draft=self.lanes.draft)
         self.head_hash = None if self._planner is None else fingerprint("head", self.lanes.draft, self.dtype)
@@ -399,7 +330,7 @@ class Engine:
             traversal=strategy.traversal,
             group=strategy.group,
             shared=strategy.precision is PrecisionClass.APPROX,
-            measure_overlap=self.config.nsa is not None and drafter.num_nodes > 1,
+            measure_overlap=self._measure_overlap and self.config.nsa is not None and drafter.num_nodes > 1,
             plan=layer_plan(self.config, strategy),
             implementation=self._implementation,
         )

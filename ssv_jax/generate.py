@@ -15,7 +15,8 @@ from .command import Parser, Progress, enable_compilation_cache, out_of_memory, 
 from .errors import ContextLengthError, UsageError
 
 if TYPE_CHECKING:
-    from .engine import Engine, Generation
+    from .engine import Engine
+    from .generation import Generation
 
 _DESCRIPTION = "Generate text with a Llama or Native-Sparse-Attention model in JAX."
 
@@ -131,6 +132,7 @@ def parser() -> argparse.ArgumentParser:
     report = p.add_argument_group("output")
     report.add_argument("--explain", action="store_true", help="say on stderr which strategy runs, when and why")
     report.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    report.add_argument("--measure-overlap", action="store_true", help="with --json: how far neighbours' blocks agree")
     report.add_argument("--quiet", action="store_true", help="no progress on stderr")
     return p
 
@@ -230,6 +232,7 @@ def _load(args: argparse.Namespace, progress: Progress) -> Engine:
         tap_convention=args.tap_convention,
         implementation=args.implementation,
         tensor=1 if args.mesh is None else parse_mesh(args.mesh),
+        measure_overlap=args.measure_overlap,
     )
 
 
@@ -254,7 +257,7 @@ def _report(engine: Engine, result: Generation) -> dict[str, Any]:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    from .engine import GenerationOptions
+    from .generation import GenerationOptions
 
     progress = Progress(sys.stderr, enabled=not args.quiet)
     options = {

@@ -315,7 +315,7 @@ def accepted_before_stop(
 
 def _timed_options(engine: Any) -> Any:
     """Of decodings that do every round of a call, whatever is accepted."""
-    from .engine import GenerationOptions
+    from .generation import GenerationOptions
 
     most = engine.rounds_per_call * (engine.lanes.depth + 1)
     return GenerationOptions(max_new_tokens=most + 1, ignore_eos=True)

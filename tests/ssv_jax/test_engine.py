@@ -54,7 +54,7 @@ def test_speculation_changes_no_token(engine, speculative):
     assert sum(rounds["emitted"]) == len(got.tokens) - 1
     assert len(rounds["emitted"]) == got.stats["rounds"]
     assert got.stats["precision"] == "lossless"
-    assert got.stats["overlap"] is None or 0 <= got.stats["overlap"] <= 1
+    assert got.stats["overlap"] is None  # costs time: on request
 
 
 def test_stop_string_cuts_text_and_tokens(engine):
@@ -244,6 +244,18 @@ def test_shared_grouping_runs_and_says_approx(directory):
     assert len(result.tokens) == 20
     assert result.stats["precision"] == "approx"
     assert result.stats["overlap"] is not None
+
+
+def test_overlap_is_measured_on_request(directory):
+    """Of exact strategies too; it changes no token."""
+    strategy = Strategy(draft="ngram", group=4)
+    runs = [
+        Engine.load(directory, strategy=strategy, measure_overlap=wanted).generate(PROMPT, max_new_tokens=20)
+        for wanted in (False, True)
+    ]
+    assert runs[0].stats["overlap"] is None and runs[0].stats["overlap_free"] is None
+    assert 0 < runs[1].stats["overlap"] <= 1 and 0 <= runs[1].stats["overlap_free"] <= 1
+    assert runs[0].tokens == runs[1].tokens
 
 
 def test_eagle3_head_changes_no_token(tmp_path):
