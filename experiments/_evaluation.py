@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 from ssv_jax import UsageError
+from ssv_jax.command import run_command
 from ssv_jax.models.config import NSA_PRESETS, LlamaConfig, NSAConfig, nsa_from_json
-from ssv_jax.models.errors import CheckpointError
 from ssv_jax.models.llama import random_params
 from ssv_jax.models.loading import load, read_model_config
 from ssv_jax.registry import resolve
@@ -352,8 +352,8 @@ def table(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> None:
 
 
 def guarded(main: Callable[[], None]) -> None:
-    """Runs a command; what a user can mend ends it with one line and status 1."""
-    try:
-        main()
-    except (CheckpointError, UsageError, token_sets.DataError, OSError) as error:
-        raise SystemExit(f"error: {error}") from None
+    """Runs a script; what a user can mend ends it with one line, and status 2 if it is an option."""
+    interrupted = "interrupted; rows that were written stay"
+    status = run_command(main, smaller="shorter contexts, fewer windows or smaller trees", interrupted=interrupted)
+    if status:
+        raise SystemExit(status)

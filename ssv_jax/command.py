@@ -87,26 +87,37 @@ def out_of_memory(error: Exception) -> bool:
     return type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
 
 
-def run_resumable(work: Callable[[], None], *, remains: str, smaller: str) -> int:
-    """Runs a command that a repetition resumes; a user's mistake is one line on stderr.
+def run_command(
+    work: Callable[[], None], *, smaller: str, interrupted: str = "interrupted", plain_errors: bool = False
+) -> int:
+    """Runs a command; a user's mistake is one line on stderr, an error of the program a traceback.
 
     Args:
       work: the command.
-      remains: what the same command goes on with after an interruption.
-      smaller: what to make smaller when memory runs out.
+      smaller: what to use when memory runs out.
+      interrupted: said after an interruption.
+      plain_errors: take any `ValueError` for a user's mistake, not only those of this package's own types.
 
     Returns:
-      The exit status: 2 for usage errors, 1 for files, data and models that cannot be used, 130 if interrupted.
+      The exit status: 2 for usage errors, 1 for what cannot be read, written or run, 130 if interrupted.
     """
     try:
         work()
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        _drop_output()
+        return 1
     except OSError as error:  # missing files name themselves in the message, others in their fields
-        print(f"error: {f'{error.filename}: {error.strerror}' if error.filename else error}", file=sys.stderr)
+        text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
+        print(f"error: {text}", file=sys.stderr)
+        if error.errno is not None and not error.filename:
+            _drop_output()
         return 1
     except (ValueError, NotImplementedError) as error:
+        if not plain_errors and not type(error).__module__.startswith("ssv_jax"):
+            raise
         print(f"error: {error}", file=sys.stderr)
         return 1
     except RuntimeError as error:
@@ -115,6 +126,25 @@ def run_resumable(work: Callable[[], None], *, remains: str, smaller: str) -> in
         print(f"error: out of memory: use {smaller}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"\ninterrupted; the same command goes on {remains}", file=sys.stderr)
+        print(f"\n{interrupted}", file=sys.stderr)
         return 130
     return 0
+
+
+def _drop_output() -> None:
+    """What stdout still holds would fail again when the interpreter ends: nobody reads it, or its disk is full."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):  # not a file, or closed
+        pass
+
+
+def run_resumable(work: Callable[[], None], *, remains: str, smaller: str) -> int:
+    """`run_command` of a command that a repetition resumes.
+
+    Args:
+      work, smaller: as `run_command`.
+      remains: what the same command goes on with after an interruption.
+    """
+    interrupted = f"interrupted; the same command goes on {remains}"
+    return run_command(work, smaller=smaller, interrupted=interrupted, plain_errors=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command import Parser, Progress, enable_compilation_cache, out_of_memory, usable_streams, versions
-from .errors import ContextLengthError, UsageError
+from .command import Parser, Progress, enable_compilation_cache, run_command, usable_streams, versions
+from .errors import UsageError
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -307,49 +306,23 @@ def _generate(args: argparse.Namespace) -> None:
     )
 
 
+def _list_models() -> None:
+    from .registry import DEFAULT_MODEL, MODELS
+
+    for name, model in MODELS.items():
+        print(f"{name}\t{model.description}" + (" (default)" if name == DEFAULT_MODEL else ""))
+    sys.stdout.flush()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 2 for usage errors, 1 for what cannot be read or run."""
     usable_streams()
     args = parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    try:
-        if args.list_models:
-            from .registry import DEFAULT_MODEL, MODELS
-
-            for name, model in MODELS.items():
-                print(f"{name}\t{model.description}" + (" (default)" if name == DEFAULT_MODEL else ""))
-            sys.stdout.flush()
-            return 0
-        _generate(args)
-    except (UsageError, ContextLengthError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
-    except ValueError as error:  # CheckpointError and what a kernel or template refuses
-        if type(error).__module__.startswith("ssv_jax"):
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        raise
-    except NotImplementedError as error:  # UnsupportedKernelError
-        if type(error).__module__.startswith("ssv_jax"):
-            print(f"error: {error}", file=sys.stderr)
-            return 1
-        raise
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:  # a full disk behind stdout
-        print(f"error: {error.strerror or error}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        print("error: out of memory: use a shorter prompt, fewer new tokens or a smaller tree", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    return 0
+    return run_command(
+        _list_models if args.list_models else lambda: _generate(args),
+        smaller="a shorter prompt, fewer new tokens or a smaller tree",
+    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .command import Parser, Progress, enable_compilation_cache, usable_streams, versions
+from .command import Parser, Progress, enable_compilation_cache, run_command, usable_streams, versions
 from .errors import UsageError
 from .profiles import Entry, Profile, ProfileError, Provenance, RoundCost
 
@@ -391,26 +391,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     usable_streams()
     args = parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    try:
-        _measure(args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ProfileError as error:
-        print(f"error: {error} (or give --restart)", file=sys.stderr)
-        return 1
-    except (ValueError, NotImplementedError) as error:
-        if not type(error).__module__.startswith("ssv_jax"):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"error: {error.filename or ''} {error.strerror or error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from here", file=sys.stderr)
-        return 130
-    return 0
+
+    def work() -> None:
+        try:
+            _measure(args)
+        except ProfileError as error:
+            raise ProfileError(f"{error} (or give --restart)") from None
+
+    return run_command(
+        work,
+        smaller="shorter --contexts, fewer --max-new-tokens or smaller trees",
+        interrupted="stopped; the same command goes on from here",
+    )
 
 
 if __name__ == "__main__":
