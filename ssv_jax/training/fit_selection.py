@@ -40,7 +40,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="run folder; the result is DIR/delta")
     p.add_argument("--length", type=int, default=8192, help="tokens of a sequence")
     p.add_argument("--sequences", type=int, default=16, help="to fit on; one in eight checks the fit")
-    p.add_argument("--queries", type=int, default=256, help="of a sequence, at random positions")
+    p.add_argument("--queries", type=int, default=256, help="of a sequence, drawn for every layer")
+    p.add_argument(
+        "--focus",
+        type=float,
+        default=0.9,
+        help="share of the queries' chances that follows how much of their attention lies on one far block",
+    )
     p.add_argument("--pools", type=int, default=4, help="attention pools of a compressor")
     p.add_argument("--steps", type=int, default=600, help="per layer, one sequence each")
     p.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
@@ -56,6 +62,8 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name} must be >= {least}, got {getattr(args, name)}")
     if args.seed < 0:
         raise UsageError(f"--seed must be >= 0, got {args.seed}")
+    if not 0 <= args.focus <= 1:
+        raise UsageError(f"--focus must be in [0, 1], got {args.focus}")
     if not 0 < args.lr < float("inf"):
         raise UsageError(f"--lr must be a positive number, got {args.lr}")
 
@@ -122,10 +130,6 @@ def _run(args: argparse.Namespace) -> None:
     fit = LayerFit(config, length=args.length, dtype=dtype, chunk=args.chunk)
     embedding = jnp.asarray(params["embed/embedding"], dtype)
     streams = [embedding[mixture.batch_at(i)[0]] for i in range(args.sequences)]
-    rng = np.random.default_rng([args.seed, 1])
-    positions = [
-        jnp.asarray(np.sort(rng.choice(np.arange(forced, args.length), args.queries, replace=False))) for _ in streams
-    ]
     checks = max(args.sequences // 8, 1)
     began, losses = time.monotonic(), []
     for layer in range(config.num_layers):
@@ -136,7 +140,12 @@ def _run(args: argparse.Namespace) -> None:
             found = dict(np.load(part))
             loss = tuple(found.pop("loss"))
         else:
-            seen = [fit.observe(values, x, at) for x, at in zip(streams, positions, strict=True)]
+            key = jax.random.fold_in(jax.random.key(args.seed), layer)
+            seen = []
+            for number, x in enumerate(streams):
+                own = jax.random.fold_in(key, number)
+                at = fit.draw(values, x, own, count=args.queries, focus=args.focus)
+                seen.append(fit.observe(values, x, at))
             found, loss = fit.fit(
                 values, seen[checks:], seen[:checks], steps=args.steps, rate=args.lr, seed=args.seed + layer
             )
@@ -154,7 +163,7 @@ def _run(args: argparse.Namespace) -> None:
             f"layer {done}/{config.num_layers}: selection loss {loss[0]:.4f} -> {loss[1]:.4f} nats on held-out "
             f"sequences, {left:.0f} s left"
         )
-    fields = {name: settings[name] for name in ("length", "sequences", "queries", "steps", "lr", "seed")}
+    fields = {name: settings[name] for name in ("length", "sequences", "queries", "focus", "steps", "lr", "seed")}
     save_delta(
         args.out / "delta",
         base=delta.info.base,

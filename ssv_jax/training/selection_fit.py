@@ -18,11 +18,11 @@ from ..models.llama import param_shapes
 from ..models.nsa import NSAttention
 from .forward import SequenceOptions, layer_builder, layer_output
 from .schedule import adamw, learning_rate
-from .sparse import attention_mass, compress, key_scores, rotated, score_blocks, selection_loss
+from .sparse import attention_mass, compress, free_blocks, key_scores, rotated, score_blocks, selection_loss
 
 COMPRESSOR = "attn/compress_k/"
 _CHECKS = 8  # of the held-out loss in a fit; the best values are kept
-_TOGETHER = 16  # queries whose full attention is computed at a time
+_TOGETHER = 32  # queries whose full attention is computed at a time
 
 
 def with_pools(config: LlamaConfig, arrays: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
@@ -82,6 +82,7 @@ class LayerFit:
         self._cos, self._sin = rope_angles(jnp.arange(length), config.head_dim, config.rope)
         self._options = SequenceOptions(chunk=chunk)
         self._optimizer = adamw(weight_decay=0.0, clip=1.0)
+        self.draw = jax.jit(self._draw, static_argnames=("count", "focus"))
         self.observe = jax.jit(self._observe)
         self.loss = jax.jit(self._loss)
         self.advance = jax.jit(self._advance)
@@ -95,22 +96,60 @@ class LayerFit:
         assert isinstance(attn, NSAttention)
         return attn
 
+    def _projected(self, params: Mapping[str, Array], x: Float[Array, "1 S E"]) -> tuple[Array, ...]:
+        """Rotated queries [1, K, S, G, D], unrotated and rotated keys [1, K, S, D]."""
+        normed = self._build(params).attn_norm(x)
+        q, raw, k, _ = rotated(self._attention(params), normed, self._cos, self._sin)
+        return tuple(jnp.moveaxis(y, 1, 2) for y in (q, raw, k))
+
+    def _masses(self, q: Array, k: Array, position: Int[Array, " C"], scale: float, reduce: Any) -> Array:
+        """`reduce` of the mass [1, K, n, N] on blocks of some queries at a time, for q [1, K, C, G, D]; C leads."""
+
+        def one(index: Array) -> Array:  # few queries at a time: scores of all would be large
+            scores = key_scores(q[:, :, index][:, :, None], k, scale)
+            return reduce(attention_mass(scores, position[index][None], self._blocks, self._config), position[index])
+
+        return jax.lax.map(one, jnp.arange(position.shape[0]), batch_size=_TOGETHER)
+
+    def _draw(
+        self, params: dict[str, Array], x: Float[Array, "1 S E"], key: Array, *, count: int, focus: float
+    ) -> Int[Array, " C"]:
+        """Positions of `count` queries that have free blocks, those more often that retrieve.
+
+        A query retrieves as much as the free block that a KV head reads most has of its attention. Such queries are
+        few, and they are those that lose by a wrong selection.
+
+        Args:
+          params, x: as `observe`.
+          key: of the draw.
+          count: C.
+          focus: share of the chances that follows how much a query retrieves; 0 draws evenly.
+        """
+        nsa = self._config.nsa
+        assert nsa is not None
+        position = jnp.arange((nsa.init_blocks + nsa.local_blocks) * nsa.block_size, x.shape[1])
+
+        def peak(mass: Array, at: Array) -> Array:
+            return jnp.where(free_blocks(at[None], self._blocks, self._config), mass[0, :, 0], 0.0).max()
+
+        chance = jnp.ones(position.shape[0])
+        if focus > 0:
+            with self._precise():
+                q, _, k = self._projected(params, x)
+                peaks = self._masses(q[:, :, position], k, position, self._attention(params).scale, peak)
+            chance = (1 - focus) + focus * peaks / jnp.maximum(peaks.mean(), 1e-9)
+        _, drawn = jax.lax.top_k(jnp.log(chance + 1e-9) + jax.random.gumbel(key, chance.shape), count)
+        return jnp.sort(position[drawn])
+
     def _observe(self, params: dict[str, Array], x: Float[Array, "1 S E"], position: Int[Array, " C"]) -> Seen:
         """A sequence as the fit sees it, from the layer's parameters and input."""
         assert self._config.nsa is not None
         with self._precise():
-            layer, attn = self._build(params), self._attention(params)
-            heads_first = (jnp.moveaxis(y, 1, 2) for y in rotated(attn, layer.attn_norm(x), self._cos, self._sin))
-            q, raw, k, _ = heads_first
+            q, raw, k = self._projected(params, x)
             q = q[:, :, position]
-
-            def one(index: Array) -> Array:  # few queries at a time: scores of all would be large
-                scores = key_scores(q[:, :, index][:, :, None], k, attn.scale)
-                return attention_mass(scores, position[index][None], self._blocks, self._config)[:, :, 0]
-
-            mass = jnp.moveaxis(jax.lax.map(one, jnp.arange(position.shape[0]), batch_size=_TOGETHER), 0, 2)
+            mass = self._masses(q, k, position, self._attention(params).scale, lambda mass, _: mass[:, :, 0])
             rows = k if self._config.nsa.cmp_rope == "pre" else raw
-            return Seen(position=position, q=q, rows=rows, mass=mass)
+            return Seen(position=position, q=q, rows=rows, mass=jnp.moveaxis(mass, 0, 2))
 
     def _loss(self, fitted: dict[str, Array], params: dict[str, Array], seen: Seen) -> Array:
         """The selection loss per query and KV head, nats."""

@@ -105,6 +105,18 @@ def _candidates(position: Array, blocks: int, config: LlamaConfig) -> tuple[Arra
     return index <= own, ((index < nsa.init_blocks) | (index > own - nsa.local_blocks)) & (index <= own)
 
 
+def free_blocks(position: Array, blocks: int, config: LlamaConfig) -> Array:
+    """Blocks that a query may but need not read, bool [C, N].
+
+    Args:
+      position: of the C queries.
+      blocks: N.
+      config: the model.
+    """
+    candidate, forced = _candidates(position, blocks, config)
+    return candidate & ~forced
+
+
 def _choose(scores: Array, position: Array, config: LlamaConfig) -> Array:
     """Blocks that each query reads, bool [B, K, C, N], from their scores."""
     nsa = config.nsa
@@ -149,8 +161,7 @@ def selection_loss(block_scores: Array, mass: Array, position: Array, config: Ll
       position: of the C queries.
       config: the model.
     """
-    candidate, forced = _candidates(position, block_scores.shape[-1], config)
-    free = candidate & ~forced
+    free = free_blocks(position, block_scores.shape[-1], config)
     mass = jnp.where(free, mass, 0.0)
     share = mass.sum(-1, keepdims=True)
     chances = jnp.where(free, block_scores, 0.0) + 1e-9

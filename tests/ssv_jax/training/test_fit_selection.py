@@ -70,6 +70,42 @@ def test_a_fit_lowers_the_loss_and_keeps_its_best() -> None:
     assert best <= before
 
 
+@pytest.mark.parametrize("focus", [0.0, 0.7])
+def test_queries_are_drawn_by_what_they_read_of_one_free_block(focus: float) -> None:
+    """Chances against full attention written out; forced blocks do not count, nor do queries without others."""
+    params = stack_params(CONFIG, {k: v * 6 for k, v in random_params(CONFIG, 5).items()})
+    values = {name: params[f"layers/{name}"][1] for name in layer_names(CONFIG)}
+    fit = selection_fit.LayerFit(CONFIG, length=61, dtype=jnp.float32, chunk=32)
+    x = jax.random.normal(jax.random.key(6), (1, 61, CONFIG.hidden_size))
+    q, _, k = (np.asarray(y, np.float64) for y in fit._projected(values, x))
+    scores = np.einsum("kigd,kjd->kgij", q[0], k[0]) * fit._attention(values).scale
+    scores = np.where(np.tri(61, dtype=bool), scores, -np.inf)
+    full = np.exp(scores - scores.max(-1, keepdims=True))
+    full = (full / full.sum(-1, keepdims=True)).mean(1)  # [K, S, S]
+    first = (NSA.init_blocks + NSA.local_blocks) * NSA.block_size
+    peaks = np.array(
+        [
+            max(
+                full[head, at, 8 * block : 8 * block + 8].sum()
+                for head in range(full.shape[0])
+                for block in range(NSA.init_blocks, at // 8 - NSA.local_blocks + 1)
+            )
+            for at in range(first, 61)
+        ]
+    )
+    chance = (1 - focus) + focus * peaks / peaks.mean()
+    chance /= chance.sum()
+    keys, trials = jax.random.split(jax.random.key(7), 4000), 4000
+    drawn = jax.vmap(lambda key: fit.draw(values, x, key, count=1, focus=focus))(keys)
+    counts = np.bincount(np.asarray(drawn).ravel(), minlength=61)
+    assert not counts[:first].any()
+    expected = trials * chance
+    chi = ((counts[first:] - expected) ** 2 / expected).sum()
+    assert chi < len(chance) + 5 * np.sqrt(2 * len(chance))
+    several = np.asarray(fit.draw(values, x, keys[0], count=20, focus=focus))
+    assert len(set(several.tolist())) == 20 and (np.diff(several) > 0).all()
+
+
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("material")
@@ -129,6 +165,7 @@ def test_a_stopped_fit_goes_on_to_the_same_end(
 @pytest.mark.parametrize(
     ("change", "status", "says"),
     [
+        (["--focus", "1.5"], 2, "--focus must be in [0, 1]"),
         (["--steps", "0"], 2, "--steps must be >= 1"),
         (["--lr", "nan"], 2, "--lr"),
         (["--seed", "-1"], 2, "--seed"),
