@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import inspect
+import os
 
 import jax
 import pytest
@@ -69,27 +71,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 _MANY_MAPS = 15_000
+_MUCH_MEMORY = 3 << 30
 
 
-def _memory_maps() -> int:
-    """Number of memory maps of this process; 0 where the kernel does not tell."""
+def _memory() -> tuple[int, int]:
+    """Memory maps and resident bytes of this process; 0 where the kernel does not tell."""
     try:
-        with open("/proc/self/maps", "rb") as maps:
-            return sum(1 for _ in maps)
+        with open("/proc/self/maps", "rb") as maps, open("/proc/self/statm") as sizes:
+            return sum(1 for _ in maps), int(sizes.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
-        return 0
+        return 0, 0
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _few_memory_maps():
+def _few_programs():
     """Drop compiled programs between files before the process has too many.
 
     Each takes several memory maps, and Linux allows 65,530 a process: beyond that, compiling aborts the process.
     """
     yield
-    if _memory_maps() > _MANY_MAPS:
+    maps, resident = _memory()
+    if maps > _MANY_MAPS or resident > _MUCH_MEMORY:
         jax.clear_caches()
         gc.collect()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps what was freed
+        if trim is not None:
+            trim(0)
 
 
 @pytest.fixture

@@ -65,6 +65,7 @@ def test_the_shipped_sparse_model_answers_and_speculation_changes_no_token():
     """A delta merged wrongly; grouped verification that reads other blocks where weights make the choice matter."""
     prompt = (GOLDEN.parent / "text.md").read_text() + (GOLDEN.parent / "README.md").read_text()
     plain = Engine.load("smollm2-135m-nsa")
+    plain.least_capacity = 2048  # one executable for both contexts
     assert (
         "Paris" in plain.chat([{"role": "user", "content": "What is the capital of France?"}], max_new_tokens=16).text
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from types import SimpleNamespace
 
 import jax
@@ -58,7 +59,7 @@ def test_sharing_yields_to_low_overlap_and_returns_later():
             stats, jnp.zeros((1,), jnp.int32), jnp.float32(ema), jnp.asarray(on)
         )
         output = SimpleNamespace(selections=(SimpleNamespace(blocks=chosen), None))
-        watch = loop._watch_overlap.__wrapped__ if hasattr(loop._watch_overlap, "__wrapped__") else loop._watch_overlap
+        watch = inspect.unwrap(loop._watch_overlap)
         after = watch(what, state, tree, queries, output)
         ema, on = float(after.overlap_ema), bool(after.shared_on)
         history.append((round(ema, 3), on))

@@ -40,7 +40,7 @@ def command(material: tuple[Path, Path], out: Path, *more: str) -> list[str]:
     return [
         *("--model", str(model), "--data", str(text), "--out", str(out), "--nsa-config", NSA, "--rank", "4"),
         *("--phase", "length=96,batch=2,steps=10", "--lr", "0.01", "--warmup", "2", "--save-every", "4"),
-        *("--log-every", "1", "--chunk", "32", "--refresh-intervals", "1:0.7,2:0.3", *more),
+        *("--log-every", "1", "--chunk", "32", "--segments", "1", "--refresh-intervals", "1:0.7,2:0.3", *more),
     ]
 
 
