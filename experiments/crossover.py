@@ -111,7 +111,7 @@ def measure(
             rounds=args.rounds,
             chunk=args.chunk,
             planned=False,
-            implementation=args.implementation if attention == "nsa" else None,
+            implementation=args.implementation,
         )
         for size in dict.fromkeys(sizes.values())
     }
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=throughput.GROUP)
     parser.add_argument("--throughput", type=Path, default=None, help="result of throughput.py: its tokens a round")
     parser.add_argument("--tokens-per-round", type=float, default=3.0, help="of every tree, without --throughput")
-    parser.add_argument("--kernel-limit", type=int, default=1 << 18, help="longest cache that the sparse kernels take")
+    parser.add_argument("--kernel-limit", type=int, default=1 << 20, help="longest cache that the sparse kernels take")
     args = parser.parse_args()
     if args.smoke:
         args.draft, args.contexts, args.tree, args.group = "ngram", [128, 256], "ngram:3x1x4", 2

@@ -128,7 +128,7 @@ class Measurement:
             "rounds": args.rounds,
             "chunk": args.chunk,
             "planned": bool({"fixed", "full"} & set(wing.systems)),
-            "implementation": args.implementation if wing.attention == "nsa" else None,
+            "implementation": args.implementation,
         }
         verify = [PLAIN]
         if wing.refresh == 1 and not args.smoke:

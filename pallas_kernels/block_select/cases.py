@@ -70,6 +70,13 @@ INTERPRETED = {
     "no entry": Case(nodes=2, heads=2, dim=64, capacity=2048, lengths=(5,), group=2),
 }
 
+# The interpreter takes minutes for these.
+LONG = {
+    "4400 blocks": Case(
+        nodes=2, heads=1, dim=64, capacity=70400, lengths=(70000,), geometry=EQUAL_SIZES, group=2, splits=2
+    ),
+}
+
 # Cross-lowered for CUDA.
 LOWERED = {
     "T=1": Case(nodes=1, heads=4, dim=128, capacity=65536, lengths=(0,), kv_heads=8, group=1),
@@ -77,6 +84,7 @@ LOWERED = {
     "T=65, D=64, groups of 8": Case(nodes=65, heads=4, dim=64, capacity=8192, lengths=(0,), kv_heads=8, group=8),
     "T=65, groups of 16": Case(nodes=65, heads=4, dim=128, capacity=65536, lengths=(0,), kv_heads=8, group=16),
     "T=129, 128K": Case(nodes=129, heads=4, dim=128, capacity=131072, lengths=(0,), kv_heads=8),
+    "T=65, 512K": Case(nodes=65, heads=4, dim=128, capacity=524288, lengths=(0,), kv_heads=8, group=4),
     "G=16, one entry per block": Case(
         nodes=17, heads=16, dim=64, capacity=16384, lengths=(0,), kv_heads=2, geometry=EQUAL_SIZES, group=1
     ),

@@ -44,7 +44,7 @@ class AttendConfig:
       splits: parts that the entries are divided into.
       warpgroups: row tiles that share loads of keys and values.
       stages: tiles of keys and values in flight.
-      select_warps: that serve a node in the selection: 1, 2 or 4.
+      select_warps: that serve a node in the selection: 1, 2, 4 or 8.
     """
 
     tile: int

@@ -30,7 +30,7 @@ from .select_shape import QUAD
 
 SCORE_TOLERANCE = 2e-5  # relative; two bf16 parts leave 2**-17, float32 dots and exp2 the rest
 MAX_HEADS = 16
-MAX_BLOCKS = 4096
+MAX_BLOCKS = 16384  # 1M tokens in blocks of 64: the bit maps of 16 nodes take 32 KB of shared memory
 MAX_SLOTS = 32
 MAX_NODES = 4096  # longer passes are prefill: tile them outside
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 QUAD = 4  # nodes that a warpgroup adds up together; a bunch is some quads
+# Loads of four blocks that a lane holds at once, and of a pass where there are more: passes take fewer registers, and
+# what is below the best blocks so far costs no round. Thread blocks of 1024 have 64 registers a thread.
+MOST_LOADS, PASS_LOADS = 8, 4
+WIDE, WIDE_MOST_LOADS, WIDE_PASS_LOADS = 1024, 4, 3
+MOST_WORDS = 32  # of bit maps, that a lane holds at once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +30,7 @@ class SelectShape:
       spills: whether an entry can overlap two blocks.
       group: nodes that share a visit list, 0 for none; divides `bunch`.
       bunch: nodes of a thread block, 4, 8 or 16.
-      warps: that serve a node, 1, 2 or 4.
+      warps: that serve a node, 1, 2, 4 or 8.
     """
 
     nodes: int
@@ -55,6 +60,27 @@ class SelectShape:
     def rounds(self) -> int:
         """Blocks to choose beside the forced ones."""
         return max(self.slots - self.init - self.local, 0)
+
+    @property
+    def together(self) -> int:
+        """Tiles of entries that a warp loads at once, 128 blocks."""
+        return 128 // self.per_tile
+
+    @property
+    def passes(self) -> int:
+        """Passes over a lane's blocks."""
+        wide = 32 * self.bunch * self.warps >= WIDE
+        most, each = (WIDE_MOST_LOADS, WIDE_PASS_LOADS) if wide else (MOST_LOADS, PASS_LOADS)
+        return 1 if self._all_loads <= most else -(-self._all_loads // each)
+
+    @property
+    def loads(self) -> int:
+        """Loads of four blocks that a lane does in a pass, for every head."""
+        return -(-self._all_loads // self.passes)
+
+    @property
+    def _all_loads(self) -> int:
+        return -(-self.steps // (self.together * self.warps))
 
     @property
     def words(self) -> int:

@@ -52,10 +52,13 @@ def choose(*, row_tiles: int, heads: int, entries: int, nodes: int, bunch: int, 
     thread_blocks = heads * -(-row_tiles // warpgroups)
     steps = -(-entries // table["tile"])
     splits = max(1, min(table["most_splits"], table["resident"] * table["processors"] // thread_blocks, steps))
-    # Four warps a node are fastest while every thread block has a multiprocessor of its own, two when they share.
-    most = 4 if heads * -(-nodes // bunch) <= table["processors"] or blocks > 2048 else 2
+    # Four warps a node are fastest while every thread block has a multiprocessor of its own, two when they share. Eight
+    # fill a multiprocessor: an estimate for long caches, which few nodes read faster with more loads in flight.
+    bunches = heads * -(-nodes // bunch)
+    most = 4 if bunches <= table["processors"] else 2
+    most = 8 if blocks > 4096 and 2 * bunches <= table["processors"] else most
     most = min(most, 32 // bunch)
-    select_warps = next(warps for warps in (4, 2, 1) if warps <= most and (warps == 1 or blocks >= 128 * warps))
+    select_warps = next(warps for warps in (8, 4, 2, 1) if warps <= most and (warps == 1 or blocks >= 128 * warps))
     return AttendConfig(
         tile=table["tile"],
         splits=splits,

@@ -82,6 +82,7 @@ _LONG = Workload(nodes=1, kv_heads=8, dim=128, capacity=65536)
 LOWERED = {
     **{f"tree{nodes}": dataclasses.replace(_LONG, nodes=nodes) for nodes in (1, 5, 17, 33, 65, 129)},
     **{f"narrow{nodes}": dataclasses.replace(_LONG, nodes=nodes, dim=64) for nodes in (1, 33, 129)},
+    "tree65_512k": dataclasses.replace(_LONG, nodes=65, capacity=524288),
     "chunk512": dataclasses.replace(_LONG, nodes=512, chain=True),
     "three_heads": Workload(nodes=22, heads=3, kv_heads=3, dim=64, capacity=8192, dtype="float16"),
     "sixteen_heads": Workload(nodes=9, heads=16, kv_heads=2, dim=64, capacity=65536),

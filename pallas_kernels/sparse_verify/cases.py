@@ -63,6 +63,7 @@ LOWERED = {
         nodes=512, group=16, kv_heads=8, dim=128, capacity=65536, n_blocks=16, window=512, chain=True
     ),
     "tree129_64k": Workload(nodes=129, group=8, kv_heads=8, dim=128, capacity=65536, n_blocks=16, window=512),
+    "tree65_512k": Workload(nodes=65, group=4, kv_heads=8, dim=128, capacity=524288, n_blocks=16, window=512),
     "three_heads": Workload(nodes=21, group=5, heads=3, kv_heads=2, dim=128, capacity=8192, n_blocks=16, window=512),
     "sixteen_heads": Workload(nodes=9, group=8, heads=16, dim=64, capacity=4096, block_size=16, n_blocks=16),
 }

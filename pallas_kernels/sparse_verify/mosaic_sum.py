@@ -15,6 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from ..errors import UnsupportedKernelError
 from .mosaic_combine import WARPS, combine
 from .mosaic_problem import Cut
 from .mosaic_rows import ROWS
@@ -76,7 +77,13 @@ def add_partials(
       added: output of one more branch, float32, which has the first gate.
       dtype: of the output.
       interpret: parameters of the interpreter, where XLA adds; or None.
+
+    Raises:
+      UnsupportedKernelError: more partial results than the kernel's indices of 32 bits can number.
     """
+    elements = max(partial.size, cut.batch * cut.rows.nodes * cut.kv_heads * cut.rows.heads * cut.dim)
+    if elements >= 1 << 31:
+        raise UnsupportedKernelError(f"needs fewer than 2**31 numbers in partial results and output, got {elements}")
     if interpret is not None:
         out = _sum(cut, partial, stats, gates)
         if added is not None and gates is not None:

@@ -19,7 +19,7 @@ from ssv_jax.pallas_kernels import (
     completions,
     merge,
 )
-from ssv_jax.pallas_kernels.block_select import cases, mosaic_gpu, reference
+from ssv_jax.pallas_kernels.block_select import cases, mosaic_gpu, reference, tiles
 from ssv_jax.pallas_kernels.block_select.cases import Case
 from ssv_jax.pallas_kernels.block_select.mosaic_attend import AttendConfig
 
@@ -193,6 +193,27 @@ def test_forced_blocks_must_fit() -> None:
         mosaic_gpu.select_and_attend(*args, geometry=geometry, scale=0.1)
 
 
+def test_caches_of_a_million_tokens_are_taken_and_longer_ones_refused() -> None:
+    run = functools.partial(mosaic_gpu.select_and_attend, geometry=cases.DEFAULT, scale=0.1, group=1)
+    for capacity, blocks in ((1 << 20, 16384), ((1 << 20) + 64, 16385)):
+        case = Case(nodes=1, heads=4, dim=128, capacity=capacity, lengths=(0,), kv_heads=8)
+        arguments = jax.eval_shape(functools.partial(inputs_abstract, case))
+        if blocks <= mosaic_gpu.MAX_BLOCKS:
+            assert jax.eval_shape(run, *arguments).blocks.shape == (1, 8, 1, 16)
+        else:
+            with pytest.raises(UnsupportedKernelError, match=f"at most 16384 blocks.*got {blocks}"):
+                jax.eval_shape(run, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bunch", "blocks", "warps"),
+    [(1, 4, 1024, 4), (65, 4, 1024, 2), (1, 4, 8192, 8), (32, 4, 8192, 8), (64, 4, 8192, 4), (65, 4, 8192, 2)],
+)
+def test_selections_of_long_caches_get_more_warps(nodes: int, bunch: int, blocks: int, warps: int) -> None:
+    chosen = tiles.choose(row_tiles=1, heads=8, entries=4 * blocks - 1, nodes=nodes, bunch=bunch, blocks=blocks)
+    assert chosen.select_warps == warps
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU is there")
 @pytest.mark.parametrize("op", [mosaic_gpu.block_select, mosaic_gpu.compressed_attention])
 def test_without_a_gpu_the_kernels_are_refused(op: object) -> None:
@@ -202,9 +223,9 @@ def test_without_a_gpu_the_kernels_are_refused(op: object) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", cases.INTERPRETED)
+@pytest.mark.parametrize("name", [*cases.INTERPRETED, *cases.LONG])
 def test_on_a_gpu_kernels_equal_the_definition_twice(name: str) -> None:
-    case = cases.INTERPRETED[name]
+    case = (cases.INTERPRETED | cases.LONG)[name]
     args = inputs(case, seed=1)
     scale = case.dim**-0.5
     run = jax.jit(

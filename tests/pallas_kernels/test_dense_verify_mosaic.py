@@ -81,7 +81,7 @@ def test_unsupported_calls_say_why():
 def test_every_choice_of_tiles_fits_the_device(heads, dim):
     """More shared memory than there is, stages that warpgroups cannot take in turn, more partial results than fit."""
     for row_tiles in (1, 2, 3, 4, 5, 7, 9, 32, 128):
-        for keys in (64, 1000, 65536, 131072):
+        for keys in (64, 1000, 65536, 131072, 524288):
             config = tiles.heuristic(row_tiles=row_tiles, heads=heads, keys=keys, dim=dim)
             alone = row_tiles % config.warpgroups == 1 and config.warpgroups > 1
             assert not alone or config.stages % config.warpgroups == 0

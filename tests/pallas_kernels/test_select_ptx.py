@@ -62,6 +62,15 @@ CASES = {
     "groups of sixteen": Case(
         nodes=18, group=16, bunch=16, per_tile_nodes=16, steps=4, blocks=128, visible=500, own=125
     ),
+    "512K, more warps, pairs": Case(
+        nodes=2, heads=1, steps=512, per_tile=16, blocks=8192, visible=32700, own=8170, warps=8, group=2
+    ),
+    "512K, short context": Case(
+        nodes=1, heads=1, steps=512, per_tile=16, blocks=8192, visible=1990, own=497, warps=4, per_tile_nodes=4, group=1
+    ),
+    "384K, groups of eight": Case(
+        nodes=8, heads=1, steps=192, blocks=6144, visible=24500, own=6125, warps=2, group=8, bunch=8
+    ),
     "nodes beyond the cache": Case(own=260, warps=2),
     "only forced blocks": Case(slots=3, warps=2),
 }
@@ -133,7 +142,7 @@ def emulate(shape: SelectShape, arrays: dict[str, np.ndarray]) -> dict[str, np.n
         "merged": (pairs, parts, shape.merged_width),
         "owners": (pairs, parts, shape.merged_width),
     }
-    memory, at, address = Memory(1 << 23, BASE), BASE, {}
+    memory, at, address = Memory(1 << 26, BASE), BASE, {}
     for name, array in arrays.items():
         memory.place(at, array)
         address[name], at = at, at + -(-array.nbytes // 256) * 256
@@ -193,6 +202,26 @@ def test_equal_scores_go_to_the_lower_block() -> None:
     got = emulate(shape, arrays)["selected"][0, 0]
     own = int(arrays["own"][0, 0])
     np.testing.assert_array_equal(got, [*range(14), own - 1, own])
+
+
+@pytest.mark.parametrize(("order", "warps"), [("rising", 1), ("falling", 4), ("equal", 4), ("few", 1)])
+def test_passes_find_the_best_in_any_order(order: str, warps: int) -> None:
+    case = Case(
+        nodes=1, heads=1, group=1, per_tile_nodes=4, splits=1, steps=160, blocks=5120, visible=20480, completed=0,
+        own=5119, spills=False, warps=warps,
+    )  # fmt: skip
+    shape = shape_of(case)
+    assert shape.passes > 1
+    _, arrays = data(case, shape, seed=0)
+    index = np.arange(5120)
+    few = 2 * (index % 500 == 7)
+    scores = {"rising": index + 1, "falling": 6000 - index, "equal": 0 * index + 1, "few": few}[order]
+    arrays["mass"][:, :, 1:161, 0, :32] = scores.reshape(160, 32)
+    arrays["top"][:] = 0.0
+    arrays["own"][:] = 5119
+    got = emulate(shape, arrays)["selected"][0, 0]
+    best = np.argsort(-scores[1:-2], kind="stable")[:13] + 1
+    np.testing.assert_array_equal(got, [0, *np.sort(best), 5118, 5119])
 
 
 def test_the_emulator_runs_divergent_loops_and_shuffles() -> None:
