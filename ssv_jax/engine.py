@@ -428,8 +428,8 @@ class Engine:
                 trace[name] += getattr(out, name)[0][happened].tolist()
             self._progress("decode", len(tokens), options.max_new_tokens)
             yield Chunk(text=scanner.push(new), tokens=tuple(new))
-            check_finite(state, len(tokens))
             began = time.perf_counter() - decode_seconds  # the consumer's time is not ours
+        check_finite(state, len(tokens))  # a failed state ends the loop
         rest = scanner.flush()
         if rest:
             yield Chunk(text=rest, tokens=())
