@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..errors import UnsupportedKernelError
-from ..hopper import require_hopper
+from ..hopper import require_attention, require_hopper
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries
 from . import tiles
 from .mosaic_attend import MASKED, ROWS, TREE_TILE, AttendConfig, Partials, attend
@@ -29,10 +29,8 @@ from .mosaic_choose import SelectPlan, finish, merge
 from .select_shape import QUAD
 
 SCORE_TOLERANCE = 2e-5  # relative; two bf16 parts leave 2**-17, float32 dots and exp2 the rest
-MAX_HEADS = 16
 MAX_BLOCKS = 16384  # 1M tokens in blocks of 64: the bit maps of 16 nodes take 32 KB of shared memory
 MAX_SLOTS = 32
-MAX_NODES = 4096  # longer passes are prefill: tile them outside
 
 
 @jax.tree_util.register_dataclass
@@ -75,18 +73,8 @@ def _bins(geometry: Geometry, tile: int) -> np.ndarray | None:
 def _check(
     q: Array, cached: CachedKV, tree: TreeKV, geometry: Geometry, *, scale: float, tile: int, select: bool
 ) -> None:
-    dim, heads = q.shape[-1], q.shape[-2]
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise UnsupportedKernelError(f"needs bfloat16 or float16 queries, got {q.dtype}")
-    for name, array in (("cached.k_cmp", cached.k_cmp), ("cached.v_cmp", cached.v_cmp), ("tree.k_cmp", tree.k_cmp)):
-        if array.dtype != q.dtype:
-            raise UnsupportedKernelError(f"needs {name} in the queries' {q.dtype}, got {array.dtype}")
-    if dim not in (64, 128):
-        raise UnsupportedKernelError(f"needs head dim 64 or 128, got {dim}")
-    if heads > MAX_HEADS:
-        raise UnsupportedKernelError(f"needs at most {MAX_HEADS} heads per KV head, got {heads}")
-    if q.shape[1] > MAX_NODES:
-        raise UnsupportedKernelError(f"needs at most {MAX_NODES} nodes, got {q.shape[1]}")
+    operands = {"cached.k_cmp": cached.k_cmp, "cached.v_cmp": cached.v_cmp, "tree.k_cmp": tree.k_cmp}
+    require_attention(q, operands, q.shape[1])
     if scale <= 0:
         raise UnsupportedKernelError(f"needs a positive scale, got {scale}")
     if not select:

@@ -17,13 +17,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..errors import UnsupportedKernelError
-from ..hopper import require_hopper
+from ..hopper import require_attention, require_hopper
 from ..layout import TreeQueries
 from . import tiles
 from .mosaic_kernel import attention
-
-MAX_HEADS = 16
-MAX_NODES = 4096  # the masks of a pass grow with its square: longer prompts are chunked outside
 
 # Layers of one shape share a trace and a lowering, which takes seconds.
 _attention = functools.partial(jax.jit, static_argnames=("scale", "window", "dtype", "config"))(attention)
@@ -31,17 +28,7 @@ _attention = functools.partial(jax.jit, static_argnames=("scale", "window", "dty
 
 def require_supported(q: Array, k: Array, v: Array, tree_k: Array, tree_v: Array, scale: float) -> None:
     """Raises `UnsupportedKernelError` for shapes and dtypes that the kernel does not cover."""
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise UnsupportedKernelError(f"needs bfloat16 or float16 queries, got {q.dtype}")
-    for name, array in (("k", k), ("v", v), ("tree_k", tree_k), ("tree_v", tree_v)):
-        if array.dtype != q.dtype:
-            raise UnsupportedKernelError(f"needs {name} in the queries' {q.dtype}, got {array.dtype}")
-    if q.shape[-1] not in (64, 128):
-        raise UnsupportedKernelError(f"needs head dim 64 or 128, got {q.shape[-1]}")
-    if q.shape[-2] > MAX_HEADS:
-        raise UnsupportedKernelError(f"needs at most {MAX_HEADS} heads per KV head, got {q.shape[-2]}")
-    if tree_k.shape[2] > MAX_NODES:
-        raise UnsupportedKernelError(f"needs at most {MAX_NODES} nodes, got {tree_k.shape[2]}")
+    require_attention(q, {"k": k, "v": v, "tree_k": tree_k, "tree_v": tree_v}, tree_k.shape[2])
     if scale <= 0:
         raise UnsupportedKernelError(f"needs a positive scale, got {scale}")
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from ..layout import TreeQueries
 from ..sparse_verify.mosaic_attend import Barriers, Ring
-from ..sparse_verify.mosaic_inline import store_rows
+from ..sparse_verify.mosaic_inline import store_partial
 from ..sparse_verify.mosaic_rows import NOWHERE, ROWS, RowTiles, row_tiles, row_words, rows_of
 from ..sparse_verify.mosaic_sum import PARAMETERS, add_partials
 from .mosaic_attend import Attender, Inputs, Job, Problem, Roles, produce
@@ -165,14 +165,7 @@ def launch(problem: Problem, inputs: Inputs, *, dtype: DTypeLike, interpret: Any
                 used = jnp.int32(problem.rows.per_tile * problem.rows.heads)
                 number = roles.tile * splits + split * roles.stride + roles.share
                 first = (head * problem.jobs[0] + number) * ROWS
-                for chunk, value in enumerate(acc):
-                    target = partial_ref.at[pl.ds(first, ROWS), pl.ds(64 * chunk, 64)]
-                    if interpret is None:
-                        store_rows(target, value, used)
-                    else:
-                        target[...] = value
-                stats_ref[0, pl.ds(first, ROWS)] = top
-                stats_ref[1, pl.ds(first, ROWS)] = norm
+                store_partial(partial_ref, stats_ref, first, acc, top, norm, used, interpret=interpret is not None)
 
     body.__name__ = "dense_attention"
     partial, stats = plgpu.kernel(

@@ -18,16 +18,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..errors import UnsupportedKernelError
-from ..hopper import require_hopper
+from ..hopper import require_attention, require_hopper
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries
 from . import tiles
 from .mosaic_kernel import attention
 from .mosaic_rows import ROWS, row_tiles
 from .schedule import MergedSchedule
 
-MAX_HEADS = 16
 MAX_UNION = 1024
-MAX_NODES = 4096  # longer passes are prefill: tile them outside
 
 # Layers of one shape share a trace and a lowering, which takes seconds.
 _attention = functools.partial(jax.jit, static_argnames=("geometry", "scale", "compressed", "config", "dtype"))(
@@ -39,18 +37,9 @@ def require_supported(
     q: Float[Array, "B T K G D"], cached: CachedKV, tree: TreeKV, schedule: MergedSchedule, geometry: Geometry
 ) -> None:
     """Raises `UnsupportedKernelError` for shapes and dtypes that the kernel does not cover."""
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise UnsupportedKernelError(f"needs bfloat16 or float16 queries, got {q.dtype}")
-    for name in ("k", "v", "k_cmp", "v_cmp"):
-        for owner, array in (("cached", getattr(cached, name)), ("tree", getattr(tree, name))):
-            if array.dtype != q.dtype:
-                raise UnsupportedKernelError(f"needs {owner}.{name} in the queries' {q.dtype}, got {array.dtype}")
-    if q.shape[-1] not in (64, 128):
-        raise UnsupportedKernelError(f"needs head dim 64 or 128, got {q.shape[-1]}")
-    if q.shape[-2] > MAX_HEADS:
-        raise UnsupportedKernelError(f"needs at most {MAX_HEADS} heads per KV head, got {q.shape[-2]}")
-    if q.shape[1] > MAX_NODES:
-        raise UnsupportedKernelError(f"needs at most {MAX_NODES} nodes, got {q.shape[1]}")
+    owners = (("cached", cached), ("tree", tree))
+    operands = {f"{owner}.{name}": getattr(kv, name) for name in ("k", "v", "k_cmp", "v_cmp") for owner, kv in owners}
+    require_attention(q, operands, q.shape[1])
     if geometry.block_size not in (8, 16, 32, 64):
         raise UnsupportedKernelError(f"needs a block_size of 8, 16, 32 or 64, got {geometry.block_size}")
     if schedule.blocks.shape[-1] > MAX_UNION:

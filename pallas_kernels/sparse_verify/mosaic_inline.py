@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu
 import jax.numpy as jnp
 from jaxlib.mlir import ir
@@ -29,6 +30,24 @@ def store_rows(ref: Any, value: jax.Array, rows: jax.Array) -> None:
             array.store_untiled(target, optimized=False)
 
     store(ref, value, rows)
+
+
+def store_partial(
+    partial_ref: Any, stats_ref: Any, first: Any, acc: Any, top: Any, norm: Any, used: Any, *, interpret: bool
+) -> None:
+    """A row tile's partial result to the rows from `first`: accumulators by 64 columns, maxima and sums.
+
+    Of the accumulators the first `used` rows count.
+    """
+    rows = pl.ds(first, top.shape[0])
+    for chunk, value in enumerate(acc):
+        target = partial_ref.at[rows, pl.ds(64 * chunk, 64)]
+        if interpret:
+            target[...] = value
+        else:
+            store_rows(target, value, used)
+    stats_ref[0, rows] = top
+    stats_ref[1, rows] = norm
 
 
 def sync() -> None:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries
 from .mosaic_attend import Barriers, Job, Keys, Ring, attend, locate, pick
 from .mosaic_combine import LANES
-from .mosaic_inline import store_rows
+from .mosaic_inline import store_partial
 from .mosaic_problem import SELECTED, Inputs, Problem
 from .mosaic_rows import ROWS, pass_masks, row_tiles
 from .mosaic_sum import PARAMETERS, add_partials
@@ -120,14 +120,7 @@ def launch(
         starts = [problem.first_partial(n) + head * count for n, count in enumerate(problem.jobs)]
         first = (pick(job.branch, starts) + job.number) * ROWS
         used = jnp.where(job.branch == SELECTED, rows.per_tile, rows.per_dense) * rows.heads
-        for chunk, value in enumerate(acc):
-            target = partial_ref.at[pl.ds(first, ROWS), pl.ds(64 * chunk, 64)]
-            if interpret is None:
-                store_rows(target, value, used)
-            else:
-                target[...] = value
-        stats_ref[0, pl.ds(first, ROWS)] = top
-        stats_ref[1, pl.ds(first, ROWS)] = norm
+        store_partial(partial_ref, stats_ref, first, acc, top, norm, used, interpret=interpret is not None)
 
     partials.__name__ = "sparse_attention"
     split = plgpu.kernel(partials, out_type=[partial_type, stats_type], scratch_types=scratch_types, **grid, **options)
