@@ -296,3 +296,13 @@ def test_logits_that_are_not_finite_are_an_error(tmp_path):
     engine._params = dataclasses.replace(engine.params, target=leaves)
     with pytest.raises(NumericsError, match="not finite after 0 new tokens"):
         engine.generate("abc", max_new_tokens=4)
+
+
+def test_logits_that_fail_while_decoding_are_an_error(tmp_path):
+    """Only prefill was looked at."""
+    engine = Engine.load(write_checkpoint(tmp_path / "m"))
+    stream = engine.stream("abc", max_new_tokens=4, ignore_eos=True)
+    next(stream)
+    engine._params = jax.tree.map(lambda x: x * jnp.nan, engine.params)
+    with pytest.raises(NumericsError, match="not finite after 1 new tokens"):
+        list(stream)
