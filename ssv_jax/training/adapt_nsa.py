@@ -17,12 +17,13 @@ from .schedule import Phase, parse_phase
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..models.config import LlamaConfig
+    from ..models.config import LlamaConfig, NSAConfig
     from .distill import Distillation
     from .forward import Stacked
     from .tokens import Mixture, TokenSet
 
 _GATE_BIAS = (-4.0, 2.2, -2.2)  # selected blocks alone, with the window slightly open
+_COMPRESSORS = "/attn/compress_"
 _DEFAULT_NSA = '{"cmp_fn": "weighted", "cmp_pe": "kv", "gate_bias": true}'
 
 
@@ -60,7 +61,12 @@ def parser() -> argparse.ArgumentParser:
         help="layer plans drawn in training: refresh every k layers with this probability",
     )
     p.add_argument("--rank", type=int, default=32, help="of the low-rank deltas; 0 trains gates and compressors only")
-    p.add_argument("--start", type=Path, metavar="DELTA", help="go on from this delta of the same model and rank")
+    p.add_argument(
+        "--start",
+        type=Path,
+        metavar="DELTA",
+        help="go on from this delta of the same model and rank; with another --nsa-config without its compressors",
+    )
     p.add_argument("--lora-scale", type=float, default=1.0, help="factor of the low-rank deltas")
     p.add_argument("--stream-weight", type=float, default=1.0, help="of the match of residual streams")
     p.add_argument("--selection-weight", type=float, default=0.1, help="of the match of block scores to full attention")
@@ -113,8 +119,10 @@ def _configs(args: argparse.Namespace, base: LlamaConfig, length: int) -> tuple[
     return teacher, student
 
 
-def _values_of(start: Path, fresh: Stacked, layers: int) -> Stacked:
-    """A delta's values in the place of fresh ones.
+def _values_of(start: Path, fresh: Stacked, nsa: NSAConfig, layers: int) -> tuple[Stacked, bool]:
+    """A delta's values in the place of fresh ones, and whether they are all of them.
+
+    Compressors of another configuration cannot go on: they stay fresh.
 
     Raises:
       UsageError: a delta of other values.
@@ -125,16 +133,22 @@ def _values_of(start: Path, fresh: Stacked, layers: int) -> Stacked:
     from ..models.delta import read_delta
 
     delta = read_delta(start)
-    rows = {name: [f"layers/{layer}/{name.removeprefix('layers/')}" for layer in range(layers)] for name in fresh}
+    whole = delta.info.nsa == nsa
+    rows = {
+        name: [f"layers/{layer}/{name.removeprefix('layers/')}" for layer in range(layers)]
+        for name in fresh
+        if whole or _COMPRESSORS not in name
+    }
     expected = {row: fresh[name].shape[1:] for name, names in rows.items() for row in names}
-    found = {name: tuple(value.shape) for name, value in delta.arrays.items()}
+    found = {name: tuple(value.shape) for name, value in delta.arrays.items() if whole or _COMPRESSORS not in name}
     if expected != found:
         differing = sorted({n for n in {*expected, *found} if expected.get(n) != found.get(n)})
         raise UsageError(f"--start {start}: other values than this run trains ({differing[0]}, ...); see --rank")
-    return {
+    values = {
         name: jnp.asarray(np.stack([np.asarray(delta.arrays[row], np.float32) for row in names]))
         for name, names in rows.items()
     }
+    return {**fresh, **values}, whole
 
 
 def _longest(phases: Sequence[Phase]) -> int:
@@ -191,7 +205,10 @@ class _Trainer:
         _, student = _configs(args, base, 1)
         trained = init_trained(student, args.rank, _GATE_BIAS, args.seed)
         if args.start is not None:
-            trained = _values_of(args.start, trained, base.num_layers)
+            assert student.nsa is not None
+            trained, whole = _values_of(args.start, trained, student.nsa, base.num_layers)
+            if not whole:
+                print("--start has another --nsa-config: its compressors are left out", file=sys.stderr, flush=True)
         self.state = jax.device_put({"trained": trained, "optimizer": self.optimizer.init(trained)}, self.everywhere)
 
         def step(recipe: Distillation, state: Any, params: Stacked, batch: Any, refresh: Any, rate: Any) -> Any:
