@@ -14,9 +14,8 @@ from ..hopper import on_hopper
 from . import reference, xla
 from .layout import RowMoves
 
-# XLA first: the kernel has been interpreted and compiled, but no GPU has run it yet.
 IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {"xla": xla.append_rows, "mosaic_gpu": on_hopper(__name__, "append_rows"), "reference": reference.append_rows}
+    {"mosaic_gpu": on_hopper(__name__, "append_rows"), "xla": xla.append_rows, "reference": reference.append_rows}
 )
 
 

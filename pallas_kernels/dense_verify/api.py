@@ -16,11 +16,10 @@ from ..hopper import on_hopper
 from ..layout import TreeQueries
 from . import reference, xla
 
-# XLA first: the kernel has been interpreted and compiled, but no GPU has run it yet.
 IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        "xla": xla.dense_verify,
         "mosaic_gpu": on_hopper(__name__, "dense_verify"),
+        "xla": xla.dense_verify,
         "reference": reference.dense_verify,
     }
 )

@@ -15,11 +15,10 @@ from ..hopper import on_hopper
 from . import reference, xla
 from .layout import EntryRows, HeadShape, NodeInputs
 
-# XLA first: the kernel has been interpreted and compiled, but no GPU has run it yet.
 IMPLEMENTATIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        "xla": xla.node_inputs,
         "mosaic_gpu": on_hopper(__name__, "node_inputs"),
+        "xla": xla.node_inputs,
         "reference": reference.node_inputs,
     }
 )
