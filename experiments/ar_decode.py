@@ -28,6 +28,7 @@ from ssv_jax.models.config import NSA_PRESETS, Llama3Scaling, LlamaConfig, NSACo
 from ssv_jax.models.errors import CheckpointError
 from ssv_jax.models.llama import build, param_shapes
 from ssv_jax.registry import resolve
+from ssv_jax.variants import compiler_options
 
 SHAPE_8B = LlamaConfig(
     vocab_size=128256,
@@ -108,7 +109,8 @@ def step_times(
     weights = Params(target=target)
     decode = jax.jit(loop.decode_until, static_argnames=("decoding", "rounds"), donate_argnames=("state",))
     began = time.perf_counter()
-    compiled = decode.lower(decoding=decoding, params=weights, state=state, rounds=rounds).compile()
+    lowered = decode.lower(decoding=decoding, params=weights, state=state, rounds=rounds)
+    compiled = lowered.compile(compiler_options())
     compile_s = time.perf_counter() - began
     seconds = []
     for call in range(calls):

@@ -48,6 +48,7 @@ from ssv_jax.models.config import LlamaConfig
 from ssv_jax.models.layer_plan import LayerPlan
 from ssv_jax.models.llama import PassOptions, abstract, build, param_shapes
 from ssv_jax.tree import DraftTree, queries_of
+from ssv_jax.variants import compiler_options
 
 PLANS = {"lossless": 1, "every4": 4, "dense": None}  # interval of refresh layers
 KINDS = (  # by kernel name; the first match counts
@@ -152,7 +153,7 @@ def compile_case(case: Case, config: LlamaConfig, dtype: Any) -> tuple[Any, floa
     cache = jax.eval_shape(functools.partial(init_cache, model, capacity_of(case), dtype=dtype))
     token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     run = jax.jit(step_function(case, model, graphdef), donate_argnums=(1, 2, 3))
-    compiled = run.lower(state, cache.layers, cache.length, token).compile()
+    compiled = run.lower(state, cache.layers, cache.length, token).compile(compiler_options())
     return compiled, time.perf_counter() - began
 
 
@@ -306,7 +307,8 @@ class Prefill:
         run = jax.jit(loop.prefill_chunk, static_argnames=("decoding", "size"), donate_argnames=("state",))
         weights = Params(target=self.abstract)
         state = jax.eval_shape(self.state)
-        compiled = run.lower(decoding=self.decoding, params=weights, state=state, size=self.chunk).compile()
+        lowered = run.lower(decoding=self.decoding, params=weights, state=state, size=self.chunk)
+        compiled = lowered.compile(compiler_options())
         return compiled, time.perf_counter() - began
 
     def measure(self, compiled: Any, params: dict[str, jax.Array], top: int) -> dict[str, Any]:

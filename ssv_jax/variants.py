@@ -21,6 +21,15 @@ from .state import DecodeState
 logger = logging.getLogger(__name__)
 
 
+def compiler_options() -> dict[str, Any] | None:
+    """XLA's options for the executables of a model: on a GPU, to record launches as one graph however few there are.
+
+    By default XLA leaves runs of fewer than five launches out of its graphs, and a step then waits for the host between
+    them.
+    """
+    return {"xla_gpu_graph_min_graph_size": 1} if jax.default_backend() == "gpu" else None
+
+
 class Variants:
     """Executables of one model. After warm-up `compilations` must not grow.
 
@@ -96,7 +105,7 @@ class Variants:
                 out_shardings=shardings,
             )
             lowered = jitted.lower(decoding=decoding, params=params, state=state, **{static: value})
-            executable = lowered.compile()
+            executable = lowered.compile(compiler_options())
             self._executables[key] = lambda params, state: executable(params=params, state=state)
             seconds = time.perf_counter() - began
             with self._lock:
