@@ -22,7 +22,7 @@ import numpy as np
 
 from ssv_jax import UsageError
 
-PROFILED = harness.RESULTS / "verify_step" / "nvidia-h200.json"
+PROFILED = harness.RESULTS / "verify_step" / "before-nvidia-h200.json"
 NAMES = {"selection": "routing", "attention": "attention", "matmuls": "matmuls", "rest": "rest"}
 
 
