@@ -1,29 +1,31 @@
 """The adaptation command, end to end on a tiny model: it learns, resumes exactly, and writes what it evaluated."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ssv_jax import Engine
-from ssv_jax.models.delta import read_delta
+from ssv_jax import Engine, UsageError
+from ssv_jax.models.config import LlamaConfig, nsa_from_json
+from ssv_jax.models.delta import DeltaBase, read_delta, save_delta
 from ssv_jax.training import adapt_nsa
+from ssv_jax.training.forward import split_layers
+from ssv_jax.training.lora import init_trained
 
 from ..tiny import DENSE, write_checkpoint
 
-NSA = json.dumps(
-    {
-        "cmp_fn": "weighted",
-        "cmp_pe": "kv",
-        "gate_bias": True,
-        "kernel_size": 8,
-        "kernel_stride": 4,
-        "block_size": 8,
-        "n_selected": 4,
-        "window_keys": 8,
-    }
-)
+NSA = {
+    "cmp_fn": "weighted",
+    "cmp_pe": "kv",
+    "gate_bias": True,
+    "kernel_size": 8,
+    "kernel_stride": 4,
+    "block_size": 8,
+    "n_selected": 4,
+    "window_keys": 8,
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,18 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def command(material: tuple[Path, Path], out: Path, *more: str) -> list[str]:
     model, text = material
     return [
-        *("--model", str(model), "--data", str(text), "--out", str(out), "--nsa-config", NSA, "--rank", "4"),
+        *(
+            "--model",
+            str(model),
+            "--data",
+            str(text),
+            "--out",
+            str(out),
+            "--nsa-config",
+            json.dumps(NSA),
+            "--rank",
+            "4",
+        ),
         *("--phase", "length=96,batch=2,steps=10", "--lr", "0.01", "--warmup", "2", "--save-every", "4"),
         *("--log-every", "1", "--chunk", "32", "--segments", "1", "--refresh-intervals", "1:0.7,2:0.3", *more),
     ]
@@ -77,6 +90,30 @@ def test_a_stopped_run_goes_on_to_the_same_end(material: tuple[Path, Path], tmp_
     assert set(one) == set(other)
     for name, value in one.items():
         np.testing.assert_array_equal(np.asarray(value), np.asarray(other[name]), err_msg=name)
+
+
+@pytest.mark.parametrize("stride", [4, 8])
+def test_a_start_gives_its_values_but_no_compressors_of_another_geometry(tmp_path: Path, stride: int) -> None:
+    """A run of finer entries that forgets what was learnt, or one that takes compressors of another size."""
+
+    def config(stride: int) -> LlamaConfig:
+        return dataclasses.replace(DENSE, nsa=nsa_from_json(json.dumps({**NSA, "kernel_stride": stride})))
+
+    biases = (0.0, 0.0, 0.0)
+    noise = {name: np.asarray(x) + 0.25 for name, x in init_trained(config(4), 2, biases, 1).items()}
+    base = DeltaBase(model="base", sha256="0" * 64)
+    save_delta(tmp_path / "delta", base=base, base_config=DENSE, config=config(4), arrays=split_layers(noise))
+    fresh = init_trained(config(stride), 2, biases, 2)
+    nsa = config(stride).nsa
+    assert nsa is not None
+    got, whole = adapt_nsa._values_of(tmp_path / "delta", fresh, nsa, DENSE.num_layers)
+    assert whole == (stride == 4)
+    assert set(got) == set(fresh)
+    for name, value in got.items():
+        kept = fresh[name] if "compress" in name and not whole else noise[name]
+        np.testing.assert_allclose(np.asarray(value), np.asarray(kept), rtol=1e-2, err_msg=name)
+    with pytest.raises(UsageError, match="other values than this run trains .*--rank"):
+        adapt_nsa._values_of(tmp_path / "delta", init_trained(config(stride), 3, biases, 2), nsa, DENSE.num_layers)
 
 
 @pytest.mark.parametrize(
