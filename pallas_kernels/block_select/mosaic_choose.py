@@ -6,6 +6,7 @@ Each serves a bunch of consecutive nodes of one KV head. The selection itself is
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -77,14 +78,20 @@ def merge_lists(list_s: Any, scratch: Any, width: int, length: int, interpret: A
     i32 = jnp.int32
     layout = pairs(length)
     by_row, by_column = layout.reduce(1), layout.reduce(0)
-    rows = min(length, 4096 // length)
+    rows = min(length, 2048 // length)  # as many as fit the registers
     first_s, owner_s, rank_s, block_s, bits_s = (scratch.at[i] for i in range(5))
 
     def at_columns(ref: Any) -> Array:
         x = plgpu.load(ref.at[pl.ds(0, length)], layout=by_column, optimized=False)
         return spread(x, (rows, length), (1,), layout)
 
-    def at_rows(start: int) -> Array:
+    def tiles(body: Callable[[Any], None]) -> None:
+        def step(number: Array, _: None) -> None:
+            body(pl.multiple_of(number * rows, rows))
+
+        lax.fori_loop(0, length // rows, step, None)  # unrolled, long lists take ten seconds to compile
+
+    def at_rows(start: Any) -> Array:
         x = plgpu.load(list_s.at[pl.ds(start, rows)], layout=by_row, optimized=False)
         return spread(x, (rows, length), (0,), layout)
 
@@ -92,21 +99,30 @@ def merge_lists(list_s: Any, scratch: Any, width: int, length: int, interpret: A
     row = plgpu.broadcasted_iota(i32, (rows, length), 0, layout=layout)
     values = at_columns(list_s)
     bits = lax.shift_left(full((rows, length), 1, i32, layout), lax.div(column, i32(width)))
-    for start in range(0, length, rows):
+
+    def look_back(start: Any) -> None:
         same = (at_rows(start) == values) & (values >= 0)
         earlier = jnp.where(same & (column < row + start), 1, 0)
         put(first_s.at[pl.ds(start, rows)], jnp.sum(earlier, axis=1), interpret)
         put(owner_s.at[pl.ds(start, rows)], jnp.sum(jnp.where(same, bits, 0), axis=1), interpret)
+
+    tiles(look_back)
     first = (at_columns(first_s) == 0) & (values >= 0)
-    for start in range(0, length, rows):
+
+    def count_below(start: Any) -> None:
         below = jnp.where(first & (values < at_rows(start)), 1, 0)
         put(rank_s.at[pl.ds(start, rows)], jnp.sum(below, axis=1), interpret)
+
+    tiles(count_below)
     rank = jnp.where(first, at_columns(rank_s), -1)
     owners = at_columns(owner_s)
-    for start in range(0, length, rows):
+
+    def place(start: Any) -> None:
         here = rank == row + start
         put(block_s.at[pl.ds(start, rows)], jnp.sum(jnp.where(here, values + 1, 0), axis=1) - 1, interpret)
         put(bits_s.at[pl.ds(start, rows)], jnp.sum(jnp.where(here, owners, 0), axis=1), interpret)
+
+    tiles(place)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
