@@ -99,6 +99,14 @@ def _few_programs():
             trim(0)
 
 
+@pytest.fixture(scope="module")
+def quick_programs():
+    """Code that is fast to make and slow to run, for tiny models: what LLVM makes of it is not what is tested."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture
 def key() -> jax.Array:
     """A fixed key: split it, never use it twice."""

@@ -20,6 +20,7 @@ from ssv_jax.models.llama import build
 from ssv_jax.state import EXHAUSTED, FAILED, RUNNING, STOPPED
 from tests.e2e import harness
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
 CAPACITY = 96
 NEW = 24
 CHAIN = ReplayDrafter(num_nodes=17, max_depth=16)

@@ -12,6 +12,7 @@ from ssv_jax.drafting.ngram import NgramDrafter
 from ssv_jax.drafting.replay import ReplayDrafter
 from tests.e2e import harness
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
 CAPACITY = 96
 NEW = 24
 # model, (nodes, depth, kind), traversal, group, refresh interval

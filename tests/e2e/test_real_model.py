@@ -9,6 +9,7 @@ import pytest
 
 from ssv_jax import Engine, Strategy, TreeSpec
 from ssv_jax.models.errors import CheckpointError
+from ssv_jax.planning import Manual
 from ssv_jax.registry import resolve
 
 pytestmark = pytest.mark.slow
@@ -61,19 +62,23 @@ def test_sparse_with_every_block_selected_equals_transformers(golden):
     check(Engine.load("smollm2-135m", attention="nsa"), golden)
 
 
-def test_the_shipped_sparse_model_answers_and_speculation_changes_no_token():
+def test_the_shipped_sparse_model_answers_and_speculation_changes_no_token(monkeypatch):
     """A delta merged wrongly; grouped verification that reads other blocks where weights make the choice matter."""
+    # One executable to prefill prompts of any length, instead of one for each size.
+    monkeypatch.setattr("ssv_jax.engine._PREFILL_SIZES", (512,))
+    plain, grouped = "none", "ngram:5x2x11+group4"
+    planner = Manual([Strategy.parse(label) for label in (plain, grouped)])
+    engine = Engine.load("smollm2-135m-nsa", planner=planner)
+    engine.least_capacity = 2048  # one executable for both contexts
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    assert "Paris" in engine.chat(question, max_new_tokens=16).text
     prompt = (GOLDEN.parent / "text.md").read_text() + (GOLDEN.parent / "README.md").read_text()
-    plain = Engine.load("smollm2-135m-nsa")
-    plain.least_capacity = 2048  # one executable for both contexts
-    assert (
-        "Paris" in plain.chat([{"role": "user", "content": "What is the capital of France?"}], max_new_tokens=16).text
-    )
-    ids = plain.tokenizer.encode(prompt)[-1300:]
-    assert len(ids) == 1300 > plain.config.nsa.n_blocks * plain.config.nsa.block_size
-    tree = TreeSpec(depth=5, topk=2, nodes=11)
-    fast = Engine.load("smollm2-135m-nsa", strategy=Strategy(draft="ngram", tree=tree, group=4))
-    want = plain.generate(ids, max_new_tokens=32, ignore_eos=True)
-    got = fast.generate(ids, max_new_tokens=32, ignore_eos=True)
+    ids = engine.tokenizer.encode(prompt)[-1300:]
+    assert len(ids) == 1300 > engine.config.nsa.n_blocks * engine.config.nsa.block_size
+    want = engine.generate(ids, max_new_tokens=32, ignore_eos=True)
+    assert set(want.stats["planner"]["calls"]) == {plain} and want.stats["drafted"] == 0
+    planner.choose = lambda call: grouped
+    got = engine.generate(ids, max_new_tokens=32, ignore_eos=True)
+    assert set(got.stats["planner"]["calls"]) == {grouped}
     assert got.tokens == want.tokens
     assert got.stats["accepted"] > 0

@@ -47,6 +47,7 @@ def tokens(tensor: int, devices: int) -> dict[str, list[int]]:
     env = os.environ | {
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as the fixture `quick_programs`
         "PYTHONPATH": str(ROOT),
     }
     command = [sys.executable, "-c", SCRIPT, str(tensor), str(devices)]

@@ -13,6 +13,7 @@ import pytest
 from ssv_jax.strategy import TreeSpec
 from ssv_jax.training import tokens as token_sets
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
 FOLDER = Path(__file__).parents[2] / "experiments"
 
 

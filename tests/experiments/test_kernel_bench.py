@@ -150,7 +150,7 @@ def test_jobs_run_in_order_until_time_is_up(scripts):
         found.append((job.name, rows if isinstance(rows, str) else rows[0]["us"]["median"]))
 
     options = {"workers": 0, "patience": 1.0, "cache": None, "done": done}
-    assert not timing.run(jobs, until=time.time() + 100, **options)
+    assert not timing.run(jobs, until=time.time() + 3600, **options)
     assert found[0] == ("2", 1.0) and "ValueError: three" in found[1][1] and found[2] == ("4", 2.0)
     assert timing.run(jobs, until=time.time() - 1, **options) == jobs
 

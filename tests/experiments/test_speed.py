@@ -17,6 +17,7 @@ from ssv_jax.models.eagle3_config import Eagle3Config
 from ssv_jax.models.llama import param_shapes
 from ssv_jax.profiles import Profile
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
 FOLDER = Path(__file__).parents[2] / "experiments"
 NAMES = ("_bench", "_evaluation", "_harness", "_prompts", "_speed", "_subject", "_widening", "crossover")
 NAMES += ("acceptance", "planner_gain", "throughput", "twin")

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ssv_jax import loop
 from ssv_jax.drafting.eagle3 import Eagle3Drafter
 from ssv_jax.drafting.protocol import Params
 from ssv_jax.models import eagle3
@@ -31,6 +30,7 @@ from tests.models import model_cases as cases
 from tests.pallas_kernels.cases import QUICK, random_parents
 from tests.ssv_jax import tiny
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
 FOLDER = Path(__file__).parents[2] / "experiments"
 TOLERANCE = 1e-4  # of the largest logit, in float32
 LENGTH, CAPACITY, NODES = 43, 64, 12
@@ -250,11 +250,8 @@ def test_heads_equal_the_small_one(twin, changes, draft_vocab):
 
 
 @pytest.mark.slow
-def test_decoding_emits_the_same_tokens_from_the_same_drafts(twin, monkeypatch):
+def test_decoding_emits_the_same_tokens_from_the_same_drafts(twin):
     """Plain decoding and trees of the head, under a reuse plan: tokens, rounds, acceptance by depth."""
-    for name, static in (("prefill_chunk", "size"), ("decode_until", "rounds")):
-        quick = jax.jit(getattr(loop, name), static_argnames=("decoding", static), compiler_options=QUICK)
-        monkeypatch.setattr(harness, name, quick)
     small = cases.build(CASES["weighted"][0])
     head = head_config(small.config, tap_norm="each")
     shape = shape_of(twin, *CASES["weighted"])

@@ -301,7 +301,7 @@ def _stall(target):
     def slow(directory, *args):
         real(directory, *args)
         (directory.parent / "written").touch()
-        time.sleep(60)
+        time.sleep(3600)
 
     saving.write_safetensors = slow
     config = CONFIGS["llama"]
@@ -309,10 +309,10 @@ def _stall(target):
 
 
 def test_killed_save_leaves_no_checkpoint(tmp_path):
-    child = multiprocessing.get_context("spawn").Process(target=_stall, args=(tmp_path / "m",))
+    child = multiprocessing.get_context("spawn").Process(target=_stall, args=(tmp_path / "m",), daemon=True)
     child.start()
     try:
-        limit = time.monotonic() + 60
+        limit = time.monotonic() + 600
         while not list(tmp_path.glob("*/written")):
             assert child.is_alive() and time.monotonic() < limit
             time.sleep(0.05)

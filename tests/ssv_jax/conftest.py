@@ -4,6 +4,11 @@ import jax
 import pytest
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _quick(quick_programs):
+    """All models here are tiny."""
+
+
 @pytest.fixture
 def cache_home(tmp_path_factory, monkeypatch):
     """Compiled code of tests stays out of the user's cache."""

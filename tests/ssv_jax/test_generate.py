@@ -184,7 +184,7 @@ def test_standard_input_that_is_not_utf8_is_named(capsys, directory, monkeypatch
 def test_unusable_streams_give_no_traceback(directory, closed):
     """A closed or full standard stream."""
     command = f"{sys.executable} -m ssv_jax.generate --list-models {closed}"
-    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert "Traceback" not in done.stderr
     assert done.returncode == (1 if closed == ">/dev/full" else 0)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from ssv_jax import Engine, PrecisionClass, Strategy, UsageError
+from ssv_jax.controller import Decision
 from ssv_jax.models.eagle3 import random_params as eagle3_params
 from ssv_jax.models.eagle3_config import Eagle3Config
 from ssv_jax.models.eagle3_loading import export_eagle3
@@ -40,6 +42,12 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def plain(model):
+    """An engine that neither drafts nor plans."""
+    return Engine.load(model[0], strategy=Strategy())
+
+
+@pytest.fixture(scope="module")
 def manual(model):
     """An engine that changes its strategy at every call."""
     planner = Manual([Strategy.parse(label) for label in LABELS], lambda call: LABELS[(call * 3 + 1) % len(LABELS)])
@@ -63,9 +71,34 @@ def profile_of(engine: Engine, *entries: Entry, **changes) -> Profile:
     return Profile(provenance=about, contexts=(64,), entries=entries, complete=True)
 
 
-def test_forced_switches_change_no_token(model, manual):
+@pytest.fixture
+def time_passes(monkeypatch):
+    """Sets an engine's clock: the milliseconds of a round by strategy, whatever this machine needs for it."""
+    now = 0.0
+    monkeypatch.setattr("ssv_jax.engine.time", SimpleNamespace(perf_counter=lambda: now))
+
+    def set_clock(engine: Engine, round_ms: dict[str, float]) -> None:
+        decode = type(engine.variants).decode
+
+        def timed(decoding, params, state, rounds):
+            call = decode(engine.variants, decoding, params, state, rounds)
+            (label,) = (label for label, known in engine.lanes.drafters.items() if known is decoding.drafter)
+
+            def run(params, state):
+                nonlocal now
+                now += rounds * round_ms[label] / 1000
+                return call(params, state)
+
+            return run
+
+        monkeypatch.setattr(engine.variants, "decode", timed)
+
+    return set_clock
+
+
+def test_forced_switches_change_no_token(plain, manual):
     """A drafter whose state misses tokens, or a cache that depends on who filled it; every call another strategy."""
-    want = Engine.load(model[0], strategy=Strategy()).generate(PROMPT, max_new_tokens=90, ignore_eos=True)
+    want = plain.generate(PROMPT, max_new_tokens=90, ignore_eos=True)
     got = manual.generate(PROMPT, max_new_tokens=90, ignore_eos=True)
     assert got.tokens == want.tokens
     assert set(got.stats["planner"]["calls"]) == set(LABELS)
@@ -103,32 +136,50 @@ def test_switches_compile_nothing_anew(manual):
     assert manual.variants.compilations == compiled
 
 
-def test_a_profile_plans_explains_and_falls_back(model, manual, tmp_path):
+def test_a_profile_plans_explains_and_falls_back(model, plain, manual, tmp_path, time_passes):
     """A promising profile, drafts that are worthless: the run must end up autoregressive, with the same tokens."""
-    profile = profile_of(manual, entry("none", 0, 1.0), entry(LABELS[1], 3, 1.2), entry("ngram:3x2x6+dfs", 3, 3.0))
+    cost = {"none": 1.0, LABELS[1]: 1.2, LABELS[2]: 6.0}
+    profile = profile_of(manual, *(entry(label, 3 * (label != "none"), ms) for label, ms in cost.items()))
     profile.save(tmp_path / "profile.json")
-    said: list[str] = []
-    engine = Engine.load(
-        model[0], draft_model=model[1], planner=tmp_path / "profile.json", explain=lambda d: said.append(str(d))
-    )
+    said: list[Decision] = []
+    engine = Engine.load(model[0], draft_model=model[1], planner=tmp_path / "profile.json", explain=said.append)
+    time_passes(engine, cost)
     before = engine.variants.compilations
-    got = engine.generate([7, 8, 9], max_new_tokens=100, ignore_eos=True)
+    options = {"max_new_tokens": 100, "ignore_eos": True}
+    got = engine.generate([7, 8, 9], **options)
     assert engine.variants.compilations == before + 4  # prefill and three strategies, all before the first round
-    want = Engine.load(model[0], strategy=Strategy()).generate([7, 8, 9], max_new_tokens=100, ignore_eos=True)
+    want = plain.generate([7, 8, 9], **options)
     assert got.tokens == want.tokens
     assert got.stats["precision"] == "lossless"
-    assert said[0].startswith(f"start {LABELS[1]} at 4 tokens (bucket 64)")
-    assert any(line.startswith("switch") for line in said)
-    assert got.stats["planner"]["calls"]["none"] >= 1
-    assert got.stats["planner"]["decisions"][0] == said[0]
+    planner = got.stats["planner"]
+    assert planner["decisions"][0] == str(said[0])
+    assert planner["decisions"][0].startswith(f"start {LABELS[1]} at 4 tokens (bucket 64)")
+    changes = [(decision.kind, decision.label) for decision in said if decision.kind != "keep"]
+    assert changes[:2] == [("start", LABELS[1]), ("switch", "none")] and said[-1].label == "none"
+    calls = planner["calls"]
+    assert sum(calls.values()) == calls["none"] + calls[LABELS[1]] == len(said)
+    assert calls["none"] > 2 * calls[LABELS[1]]  # a probe included
+
+    # Times have their say: the same drafts, in rounds that turn out four times as cheap, are worth it to the end.
+    time_passes(engine, cost | {LABELS[1]: 0.3})
+    cheap = engine.generate([7, 8, 9], **options)
+    assert set(cheap.stats["planner"]["calls"]) == {LABELS[1]}
+    assert cheap.tokens == want.tokens
+    assert engine.variants.compilations == before + 4
 
 
-def test_samples_repeat_by_seed(model, manual):
+def test_samples_repeat_by_seed(model, manual, time_passes):
     """Decisions by the clock would make a seed's tokens depend on the machine's load."""
+    cost = {"none": 1.0, "eagle3:1x2x4": 1.2}
     profile = profile_of(manual, entry("none", 0, 1.0), entry("eagle3:1x2x4", 2, 1.2))
     engine = Engine.load(model[0], draft_model=model[1], planner=profile)
-    options = {"max_new_tokens": 60, "temperature": 1.0, "seed": 4, "ignore_eos": True}
-    assert engine.generate(PROMPT, **options).tokens == engine.generate(PROMPT, **options).tokens
+    runs = []
+    for ms in (1.2, 0.3):
+        time_passes(engine, cost | {"eagle3:1x2x4": ms})
+        runs.append(engine.generate(PROMPT, max_new_tokens=60, temperature=1.0, seed=4, ignore_eos=True))
+    assert runs[0].tokens == runs[1].tokens
+    assert runs[0].stats["planner"] == runs[1].stats["planner"]
+    assert set(runs[0].stats["planner"]["calls"]) == set(cost), "one strategy throughout shows nothing"
 
 
 def test_precision_and_head_limit_the_candidates(model, manual):

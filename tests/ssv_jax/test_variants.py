@@ -25,7 +25,7 @@ from tests.pallas_kernels.cases import QUICK
 
 
 def test_jobs_run_side_by_side_and_keep_their_order():
-    variants, told, both = Variants(), [], threading.Barrier(2, timeout=60)
+    variants, told, both = Variants(), [], threading.Barrier(2, timeout=600)
 
     def job(name: str):
         if (os.cpu_count() or 1) > 1:

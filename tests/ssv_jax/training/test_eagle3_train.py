@@ -45,16 +45,14 @@ def data():
 
 def recipe(*steps: int, **options) -> Recipe:
     phases = tuple(Phase(length=24, batch=2, steps=n) for n in steps)
-    test = TrainingTest(steps=3, window=6)
-    return Recipe(
-        phases=phases, test=test, **{"lr": 3e-3, "warmup": 2, "save_every": 2, "heldout_batches": 2} | options
-    )
+    defaults = {"test": TrainingTest(steps=3, window=6), "lr": 3e-3, "warmup": 2, "save_every": 2, "heldout_batches": 2}
+    return Recipe(phases=phases, **defaults | options)
 
 
 def test_a_killed_run_ends_with_the_same_head(target, data, tmp_path):
     config = head_config(target.config, draft_vocab=100, taps=TAPS)
     once, twice = tmp_path / "once", tmp_path / "twice"
-    plan = recipe(3, 3)
+    plan = recipe(3, 3, test=TrainingTest(steps=2, window=6))
     report = train(target, config, plan, once, data, data)
     # Stopped after the fifth step, one step after its last checkpoint.
     train(target, config, plan, twice, data, data, stop_after=5)
