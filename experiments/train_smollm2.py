@@ -1,4 +1,4 @@
-"""The whole recipe of a sparse SmolLM2 and its draft head: adapt, fit what it selects, let it write, train the head.
+"""The whole recipe of a sparse SmolLM2 and its draft head: adapt, let it write, train the head.
 
 Stages that are done are skipped, and a stage that was killed goes on, so the same command finishes what another began.
 Needs the token sets and prompts that `experiments/corpus/` builds, and a GPU (all visible ones are used); `--smoke`
@@ -21,18 +21,34 @@ from pathlib import Path
 import _harness as harness
 
 ROOT = Path(__file__).resolve().parent.parent
-STAGES = ("adapt", "select", "generate", "eagle3", "assemble")
+STAGES = ("adapt", "generate", "eagle3", "assemble")
 LARGEST_MIB = 30
 
-# Token sets by weight, and phases as (length, batch, steps). The paper's geometry is the default of `NSAConfig`.
-ADAPT_DATA = {"train_retrieval": 0.35, "train_docs": 0.28, "train_books": 0.22, "train_code": 0.15}
-ADAPT_PHASES = ((8192, 8, 240), (24576, 2, 60), (8192, 8, 60))
-ADAPT_OPTIONS = (
-    *("--rope-theta", "4e5", "--rank", "32", "--lr", "1e-3", "--warmup", "20", "--chunk", "512"),
-    *("--stream-weight", "1", "--selection-weight", "0.3", "--refresh-intervals", "1:0.4,2:0.15,3:0.3,4:0.15"),
+# Token sets by weight, and phases as (length, batch, steps). Finer entries and blocks than the paper's find more at the
+# same number of selected keys: see experiments/README.md.
+ADAPT_DATA = {"train_retrieval": 0.35, "train_docs": 0.3, "train_books": 0.2, "train_code": 0.15}
+ADAPT_PHASES = ((8192, 8, 180), (16384, 4, 60), (8192, 8, 60))
+ADAPT_NSA = (
+    '{"cmp_fn": "weighted", "cmp_pe": "kv", "gate_bias": true, "kernel_size": 8, "kernel_stride": 8, "block_size": 32, '
+    '"n_selected": 32}'
 )
-SELECT_DATA = {"train_retrieval": 0.6, "train_books": 0.2, "train_docs": 0.2}
-SELECT_OPTIONS = ("--length", "16384", "--sequences", "64", "--queries", "2048", "--steps", "1000", "--chunk", "512")
+ADAPT_OPTIONS = (
+    *(
+        "--rope-theta",
+        "4e5",
+        "--rank",
+        "32",
+        "--lr",
+        "1e-3",
+        "--warmup",
+        "20",
+        "--chunk",
+        "512",
+        "--stream-weight",
+        "1",
+    ),
+    *("--selection-weight", "1", "--selection-every", "8", "--refresh-intervals", "1:0.4,2:0.15,3:0.3,4:0.15"),
+)
 GENERATE_OPTIONS = (
     *("--temperature", "0", "--max-new-tokens", "400", "--max-prompt-tokens", "112", "--batch", "512"),
     *("--rounds", "80", "--implementation", "xla"),
@@ -91,17 +107,9 @@ def devices() -> int:
 
 
 def adapt(args: argparse.Namespace) -> None:
-    options = ["--nsa-config", args.nsa_config] if args.nsa_config else []
-    data = sets(args.corpus, ADAPT_DATA)
-    phases = scaled(args.adapt_phases, args.scale)
-    out = args.out / "adapt"
-    finish([run("adapt_nsa", "--model", args.base, "--data", *data, "--out", str(out), *phases, *args.adapt, *options)])
-
-
-def select(args: argparse.Namespace) -> None:
-    data, out = sets(args.corpus, SELECT_DATA), args.out / "select"
-    model = str(args.out / "adapt" / "delta")
-    finish([run("fit_selection", "--model", model, "--data", *data, "--out", str(out), *args.select)])
+    options = ("--data", *sets(args.corpus, ADAPT_DATA), "--nsa-config", args.nsa_config, *args.adapt)
+    phases, out = scaled(args.adapt_phases, args.scale), str(args.out / "adapt")
+    finish([run("adapt_nsa", "--model", args.base, *options, "--out", out, *phases)])
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -112,7 +120,7 @@ def generate(args: argparse.Namespace) -> None:
     count = devices()
     common = [
         "--model",
-        str(args.out / "select" / "delta"),
+        str(args.out / "adapt" / "delta"),
         "--prompts",
         str(prompts),
         "--out",
@@ -131,7 +139,7 @@ def generate(args: argparse.Namespace) -> None:
 def eagle3(args: argparse.Namespace) -> None:
     data = sets(args.corpus, EAGLE3_DATA, {"chat": args.out / "chat.npz"})
     phases = scaled(args.eagle3_phases, args.scale)
-    model, out = str(args.out / "select" / "delta"), str(args.out / "eagle3")
+    model, out = str(args.out / "adapt" / "delta"), str(args.out / "eagle3")
     finish([run("train_eagle3", "--model", model, "--data", *data, "--out", out, *phases, *args.eagle3)])
 
 
@@ -139,7 +147,7 @@ def assemble(args: argparse.Namespace) -> None:
     """The shipped folder: exactly the files that the stages wrote, and their sha256."""
     model = args.out / "model"
     shutil.rmtree(model, ignore_errors=True)
-    shutil.copytree(args.out / "select" / "delta", model)
+    shutil.copytree(args.out / "adapt" / "delta", model)
     shutil.copytree(args.out / "eagle3" / "head", model / "eagle3")
     files = sorted(path for path in model.rglob("*") if path.is_file())
     size = sum(path.stat().st_size for path in files) / 2**20
@@ -188,7 +196,6 @@ def smoke_settings(args: argparse.Namespace, folder: Path) -> None:
     args.adapt_phases = ((48, 2, 2),)
     args.eagle3_phases = ((48, 2, 2),)
     args.adapt = ("--rope-theta", "4e5", "--rank", "2")
-    args.select = ("--length", "48", "--sequences", "2", "--queries", "8", "--steps", "2", "--pools", "2")
     args.generate = ("--max-new-tokens", "4", "--batch", "2", "--rounds", "4")
     args.eagle3 = ("--ttt-steps", "2", "--draft-vocab", "64", "--draft-window", "16")
 
@@ -203,9 +210,9 @@ def main() -> None:
     p.add_argument("--smoke", action="store_true", help="every stage on a tiny random model")
     args = p.parse_args()
     args.adapt_phases, args.eagle3_phases = ADAPT_PHASES, EAGLE3_PHASES
-    args.adapt, args.select, args.nsa_config = ADAPT_OPTIONS, SELECT_OPTIONS, None
+    args.adapt, args.nsa_config = ADAPT_OPTIONS, ADAPT_NSA
     args.generate, args.eagle3 = GENERATE_OPTIONS, EAGLE3_OPTIONS
-    stages = {"adapt": adapt, "select": select, "generate": generate, "eagle3": eagle3, "assemble": assemble}
+    stages = {"adapt": adapt, "generate": generate, "eagle3": eagle3, "assemble": assemble}
     with tempfile.TemporaryDirectory() as folder:
         if args.smoke:
             smoke_settings(args, Path(folder))

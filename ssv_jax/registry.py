@@ -72,8 +72,8 @@ MODELS: Mapping[str, KnownModel | ShippedModel] = MappingProxyType(
             folder="smollm2-135m-nsa",
             files=MappingProxyType(
                 {
-                    "config.json": "43c34bde6626b85511dd73ff76daef6be7b6e95f6624b5f636f94a5576202ccc",
-                    "delta.safetensors": "dc295d56641b643f918eae5b21ecc4945742a9e40c90ccf005ad36fae0e40548",
+                    "config.json": "97192dc648686288a587f55556f09044212a2c49ad1c37dc456ec12d7a060c38",
+                    "delta.safetensors": "74cd885df5701539c778c14ccde7270004f78c33e66f2e816022c93ac0c93732",
                 }
             ),
         ),
