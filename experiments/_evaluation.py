@@ -26,6 +26,7 @@ from ssv_jax.registry import resolve
 from ssv_jax.tokenizer import Tokenizer
 from ssv_jax.training import tokens as token_sets
 from ssv_jax.training.tokens import TokenSet
+from ssv_jax.variants import compiler_options
 
 plot, write_csv = harness.plot, harness.write_csv
 _START = time.perf_counter()
@@ -225,7 +226,7 @@ def compile_all[Key](jobs: Mapping[Key, Callable[[], Any]], quick: bool = False)
     began = time.perf_counter()
 
     def build(job: Callable[[], Any]) -> Any:
-        return job().compile({"xla_backend_optimization_level": 0} if quick else None)
+        return job().compile({"xla_backend_optimization_level": 0} if quick else compiler_options())
 
     with concurrent.futures.ThreadPoolExecutor(max(1, min(len(jobs), os.cpu_count() or 1))) as pool:
         waiting = {pool.submit(build, job): key for key, job in jobs.items()}
