@@ -28,7 +28,7 @@ from ssv_jax.models.config import LlamaConfig, NSAConfig
 from ssv_jax.models.layers import rope_angles
 from ssv_jax.models.nsa import NSAttention
 from ssv_jax.training.forward import layer_builder, layer_names
-from ssv_jax.training.sparse import attention_mass, compress, free_blocks, key_scores, rotated, score_blocks
+from ssv_jax.training.sparse import attention_mass, choose_blocks, compress, key_scores, rotated, score_blocks
 
 BEFORE = 12  # tokens of the needle before its number
 TILE = 256
@@ -121,6 +121,8 @@ class Reader:
             x = x + layer.mlp(layer.mlp_norm(x))
 
             at, found = weights(position).mean(3)[0], {}  # K C S
+            asking = jnp.take(q, position, axis=2)
+            whole = key_scores(asking, k, layer.attn.scale)
             looks = jnp.where(needle, at, 0).sum(-1, keepdims=True) >= self._least
             for name, config in self.configs.items():
                 nsa = config.nsa
@@ -129,12 +131,11 @@ class Reader:
                 assert isinstance(attn, NSAttention)
                 entries, _ = compress(attn, k if nsa.cmp_rope == "pre" else raw, v)
                 blocks = -(-self._length // nsa.block_size)
-                asking = jnp.take(q, position, axis=2)
-                scores = score_blocks(asking, entries, position, blocks, attn)[0]
-                whole = key_scores(asking, k, layer.attn.scale)
-                mass = attention_mass(whole, position, blocks, config)[0]
+                scores = score_blocks(asking, entries, position, blocks, attn)
+                mass = attention_mass(whole, position, blocks, config)
                 for kind, ranked in (("", scores), (" best", mass)):
-                    kept = jnp.repeat(selected(ranked, position, config), nsa.block_size, -1)[..., : self._length]
+                    chosen = choose_blocks(ranked, position, config)[0]
+                    kept = jnp.repeat(chosen, nsa.block_size, -1)[..., : self._length]
                     found[name + kind] = jnp.stack(
                         [
                             jnp.where(looks & needle, at, 0).sum(),
@@ -143,17 +144,6 @@ class Reader:
                         ]
                     )
             return x, found
-
-
-def selected(scores: jax.Array, position: jax.Array, config: LlamaConfig) -> jax.Array:
-    """Forced blocks and the best others, bool [K, C, N]."""
-    nsa, blocks = config.nsa, scores.shape[-1]
-    assert nsa is not None
-    free = free_blocks(position, blocks, config)
-    count = min(max(nsa.n_blocks - nsa.init_blocks - nsa.local_blocks, 0), blocks)
-    _, best = jax.lax.top_k(jnp.where(free, scores, -jnp.inf), count)
-    exists = jnp.arange(blocks) <= (position // nsa.block_size)[:, None]
-    return ((best[..., None] == jnp.arange(blocks)).any(-2) & free) | (exists & ~free)
 
 
 def main() -> None:

@@ -33,21 +33,9 @@ ADAPT_NSA = (
     '"n_selected": 32}'
 )
 ADAPT_OPTIONS = (
-    *(
-        "--rope-theta",
-        "4e5",
-        "--rank",
-        "32",
-        "--lr",
-        "1e-3",
-        "--warmup",
-        "20",
-        "--chunk",
-        "512",
-        "--stream-weight",
-        "1",
-    ),
-    *("--selection-weight", "1", "--selection-every", "8", "--refresh-intervals", "1:0.4,2:0.15,3:0.3,4:0.15"),
+    *("--nsa-config", ADAPT_NSA, "--rope-theta", "4e5", "--rank", "32", "--lr", "1e-3", "--warmup", "20"),
+    *("--chunk", "512", "--stream-weight", "1", "--selection-weight", "1", "--selection-every", "8"),
+    *("--refresh-intervals", "1:0.4,2:0.15,3:0.3,4:0.15"),
 )
 GENERATE_OPTIONS = (
     *("--temperature", "0", "--max-new-tokens", "400", "--max-prompt-tokens", "112", "--batch", "512"),
@@ -107,9 +95,9 @@ def devices() -> int:
 
 
 def adapt(args: argparse.Namespace) -> None:
-    options = ("--data", *sets(args.corpus, ADAPT_DATA), "--nsa-config", args.nsa_config, *args.adapt)
-    phases, out = scaled(args.adapt_phases, args.scale), str(args.out / "adapt")
-    finish([run("adapt_nsa", "--model", args.base, *options, "--out", out, *phases)])
+    data, out = sets(args.corpus, ADAPT_DATA), str(args.out / "adapt")
+    phases = scaled(args.adapt_phases, args.scale)
+    finish([run("adapt_nsa", "--model", args.base, "--data", *data, "--out", out, *phases, *args.adapt)])
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -189,13 +177,13 @@ def smoke_settings(args: argparse.Namespace, folder: Path) -> None:
         tokens.save(folder / f"{name}.npz.xz", tokens.from_documents(documents, tokenizer.vocab_size))
     (folder / "prompts.jsonl").write_text('{"turns": ["Hello."]}\n{"turns": ["Count to three."]}\n')
     args.base, args.corpus, args.out = str(folder / "base"), folder, folder / "out"
-    args.nsa_config = (
+    nsa = (
         '{"cmp_fn": "weighted", "gate_bias": true, "kernel_size": 8, "kernel_stride": 4, "block_size": 8, '
         '"n_selected": 4, "window_keys": 8}'
     )
     args.adapt_phases = ((48, 2, 2),)
     args.eagle3_phases = ((48, 2, 2),)
-    args.adapt = ("--rope-theta", "4e5", "--rank", "2")
+    args.adapt = ("--rope-theta", "4e5", "--rank", "2", "--nsa-config", nsa)
     args.generate = ("--max-new-tokens", "4", "--batch", "2", "--rounds", "4")
     args.eagle3 = ("--ttt-steps", "2", "--draft-vocab", "64", "--draft-window", "16")
 
@@ -210,8 +198,7 @@ def main() -> None:
     p.add_argument("--smoke", action="store_true", help="every stage on a tiny random model")
     args = p.parse_args()
     args.adapt_phases, args.eagle3_phases = ADAPT_PHASES, EAGLE3_PHASES
-    args.adapt, args.nsa_config = ADAPT_OPTIONS, ADAPT_NSA
-    args.generate, args.eagle3 = GENERATE_OPTIONS, EAGLE3_OPTIONS
+    args.adapt, args.generate, args.eagle3 = ADAPT_OPTIONS, GENERATE_OPTIONS, EAGLE3_OPTIONS
     stages = {"adapt": adapt, "generate": generate, "eagle3": eagle3, "assemble": assemble}
     with tempfile.TemporaryDirectory() as folder:
         if args.smoke:

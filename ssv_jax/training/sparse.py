@@ -117,8 +117,14 @@ def free_blocks(position: Array, blocks: int, config: LlamaConfig) -> Array:
     return candidate & ~forced
 
 
-def _choose(scores: Array, position: Array, config: LlamaConfig) -> Array:
-    """Blocks that each query reads, bool [B, K, C, N], from their scores."""
+def choose_blocks(scores: Array, position: Array, config: LlamaConfig) -> Array:
+    """Blocks that each query reads, bool [B, K, C, N]: the forced ones, and those of the highest scores.
+
+    Args:
+      scores: of blocks, [B, K, C, N]; of equal ones the lower block counts.
+      position: of the C queries.
+      config: the model.
+    """
     nsa = config.nsa
     assert nsa is not None
     blocks = scores.shape[-1]
@@ -263,7 +269,7 @@ def _routed(
     cut = lambda y: jax.lax.dynamic_slice_in_dim(y, start, size, 2)  # noqa: E731
     q, position = cut(rows.q), start + jnp.arange(size)
     out, block_scores = _compressed(q, rows.k_cmp, rows.v_cmp, position, inherited.shape[-1], attn)
-    chosen = _choose(jax.lax.stop_gradient(block_scores), position, attn.config)
+    chosen = choose_blocks(jax.lax.stop_gradient(block_scores), position, attn.config)
     chosen = jnp.where(is_refresh, chosen, cut(inherited))
     return out, chosen, _compared(q, rows.k[:, :, :keys], block_scores, position, attn, options)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,24 +11,11 @@ import pytest
 from ssv_jax.strategy import TreeSpec
 from ssv_jax.training import tokens as token_sets
 
-pytestmark = pytest.mark.usefixtures("quick_programs")
-FOLDER = Path(__file__).parents[2] / "experiments"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def experiments():
-    """The scripts import each other by their plain names; nothing of that stays behind."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(FOLDER))
-    yield
-    sys.path.remove(str(FOLDER))
-    for name in set(sys.modules) - before:
-        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(FOLDER)):
-            del sys.modules[name]
+pytestmark = pytest.mark.usefixtures("quick_programs", "plain_names")
 
 
 @pytest.fixture(scope="module")
-def tools(experiments):
+def tools(plain_names):
     import _tasks as tasks
 
     return tasks, tasks.tools_of(None, 128)

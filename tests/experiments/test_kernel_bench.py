@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -14,23 +13,14 @@ import pytest
 
 from ssv_jax.pallas_kernels import merge
 
-FOLDER = Path(__file__).parents[2] / "experiments"
 NAMES = ("_harness", "_kernel_cases", "_kernel_time", "_kernel_programs", "_kernel_tune", "_kernel_report")
 NAMES += ("_step_report",)
 
 
 @pytest.fixture(scope="module")
-def scripts():
-    """The modules by name; nothing of their plain names stays behind."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield {name: __import__(name) for name in NAMES}
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in set(sys.modules) - before:
-            if getattr(sys.modules[name], "__file__", None) and Path(sys.modules[name].__file__).parent == FOLDER:
-                del sys.modules[name]
+def scripts(plain_names):
+    """The modules by name."""
+    return {name: __import__(name) for name in NAMES}
 
 
 @pytest.mark.parametrize(
@@ -157,7 +147,7 @@ def test_jobs_run_in_order_until_time_is_up(scripts):
 
 def test_winners_replace_entries_of_the_table_by_its_own_keys(scripts):
     tune, cases, programs = (scripts[f"_kernel_{name}"] for name in ("tune", "cases", "programs"))
-    folder = FOLDER.parent / "pallas_kernels" / "sparse_verify" / "tiles"
+    folder = Path(__file__).parents[2] / "pallas_kernels" / "sparse_verify" / "tiles"
     current = json.loads((folder / "nvidia_h200.json").read_text())
     case = cases.Case(nodes=65, group=8)
     choices = tune.attention_choices(case, "verify")

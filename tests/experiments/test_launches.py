@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
+import importlib
 from typing import Any
 
 import pytest
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 PROGRAM = """HloModule jit_run, is_scheduled=true
 
 %fused_update (p0: bf16[8,64], p1: bf16[1,64], p2: s32[]) -> bf16[8,64] {
@@ -54,17 +51,8 @@ ENTRY %main (x: bf16[8,64]) -> bf16[8,64] {
 
 
 @pytest.fixture(scope="module")
-def launches() -> Any:
-    sys.path.insert(0, str(EXPERIMENTS))
-    try:
-        spec = importlib.util.spec_from_file_location("launches", EXPERIMENTS / "launches.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["launches"] = module  # its dataclasses look themselves up
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(EXPERIMENTS))
-    return module
+def launches(plain_names: None) -> Any:
+    return importlib.import_module("launches")
 
 
 def test_launches_and_bytes_of_a_loop(launches, monkeypatch):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,17 +16,12 @@ from ssv_jax.models.llama import param_shapes
 from ssv_jax.profiles import Profile
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
-FOLDER = Path(__file__).parents[2] / "experiments"
-NAMES = ("_bench", "_evaluation", "_harness", "_prompts", "_speed", "_subject", "_widening", "crossover")
-NAMES += ("acceptance", "planner_gain", "throughput", "twin")
 LABELS = ("ngram:3x1x4+group2", "eagle3:1x16x17")
 
 
 @pytest.fixture(scope="module")
-def scripts():
-    """The modules by name; nothing of their plain names stays behind."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(FOLDER))
+def scripts(plain_names):
+    """The modules by name."""
     import _bench
     import _evaluation
     import _speed
@@ -38,7 +31,7 @@ def scripts():
     import throughput
     import twin
 
-    yield argparse.Namespace(
+    return argparse.Namespace(
         bench=_bench,
         evaluation=_evaluation,
         speed=_speed,
@@ -48,9 +41,6 @@ def scripts():
         throughput=throughput,
         twin=twin,
     )
-    sys.path.remove(str(FOLDER))
-    for name in set(NAMES) - before:
-        sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="module")

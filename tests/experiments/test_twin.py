@@ -27,7 +27,7 @@ from ssv_jax.pallas_kernels import chain
 from ssv_jax.registry import resolve
 from tests.e2e import harness
 from tests.models import model_cases as cases
-from tests.pallas_kernels.cases import QUICK, random_parents
+from tests.pallas_kernels.cases import random_parents
 from tests.ssv_jax import tiny
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -201,7 +201,7 @@ def head_params(config: Eagle3Config, seed: int = 3) -> dict[str, np.ndarray]:
     return params
 
 
-@functools.partial(jax.jit, static_argnames="graphdef", compiler_options=QUICK)
+@functools.partial(jax.jit, static_argnames="graphdef")
 def run_head(graphdef, state, embedded, taps, cache):
     """Logits after fused taps, and after the head's own features."""
     head = nnx.merge(graphdef, state)

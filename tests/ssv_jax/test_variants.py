@@ -21,7 +21,6 @@ from ssv_jax.models import eagle3
 from ssv_jax.models.eagle3_config import Eagle3Config
 from ssv_jax.variants import Variants
 from tests.e2e import harness
-from tests.pallas_kernels.cases import QUICK
 
 
 def test_jobs_run_side_by_side_and_keep_their_order():
@@ -76,7 +75,7 @@ def test_what_is_collected_equals_what_is_observed_at_once(name):
     )
     state, _ = harness.prefill_chunk(decoding, params, state, 16)
     state = dataclasses.replace(state, limit=jnp.array([44, 13], jnp.int32))  # the second one ends early
-    decode = jax.jit(loop.decode_until, static_argnames=("decoding", "rounds"), compiler_options=QUICK)
+    decode = jax.jit(loop.decode_until, static_argnames=("decoding", "rounds"))
     once, _ = decode(decoding, params, state, 6)
     for _ in range(6):
         state, _ = decode(decoding, params, state, 1)

@@ -40,18 +40,8 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def command(material: tuple[Path, Path], out: Path, *more: str) -> list[str]:
     model, text = material
     return [
-        *(
-            "--model",
-            str(model),
-            "--data",
-            str(text),
-            "--out",
-            str(out),
-            "--nsa-config",
-            json.dumps(NSA),
-            "--rank",
-            "4",
-        ),
+        *("--model", str(model), "--data", str(text), "--out", str(out)),
+        *("--nsa-config", json.dumps(NSA), "--rank", "4"),
         *("--phase", "length=96,batch=2,steps=10", "--lr", "0.01", "--warmup", "2", "--save-every", "4"),
         *("--log-every", "1", "--chunk", "32", "--segments", "1", "--refresh-intervals", "1:0.7,2:0.3", *more),
     ]

@@ -20,7 +20,7 @@ from ssv_jax.training.forward import (
     stack_params,
     unstack_params,
 )
-from ssv_jax.training.sparse import attention_mass, selection_loss
+from ssv_jax.training.sparse import attention_mass, choose_blocks, selection_loss
 
 NSA = NSAConfig(
     cmp_fn="weighted",
@@ -226,3 +226,18 @@ def test_tiles_hold_whole_strides_of_compared_queries() -> None:
     options = SequenceOptions(selection_loss=True, selection_every=3, chunk=32)
     with pytest.raises(ValueError, match="chunk must be a multiple of selection_every"):
         hidden_states(CONFIG, stack_params(CONFIG, random_params(CONFIG)), tokens_of(40), None, options)
+
+
+@pytest.mark.parametrize(("init", "local"), [(1, 2), (0, 1), (2, 1)])
+def test_forced_blocks_and_the_best_others_are_chosen(init, local):
+    """A forced block that takes the place of a free one, a block of the future, or a tie that goes the other way."""
+    nsa = NSAConfig(kernel_size=8, kernel_stride=4, block_size=8, n_selected=5, init_blocks=init, local_blocks=local)
+    config = dataclasses.replace(CONFIG, nsa=nsa)
+    position = np.array([3, 8, 30, 77, 127])
+    scores = np.round(8 * np.random.default_rng(0).random((2, 2, len(position), 16))).astype(np.float32)
+    chosen = np.asarray(choose_blocks(jnp.asarray(scores), jnp.asarray(position), config))
+    for at in np.ndindex(chosen.shape[:3]):
+        own = position[at[2]] // 8
+        forced = {block for block in range(own + 1) if block < init or block > own - local}
+        free = sorted(set(range(own + 1)) - forced, key=lambda block, at=at: (-scores[at][block], block))
+        assert set(np.flatnonzero(chosen[at])) == forced | set(free[: 5 - len(forced)])
