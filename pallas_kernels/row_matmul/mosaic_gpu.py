@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -20,10 +21,12 @@ from jaxtyping import Array, Float
 
 from ..errors import UnsupportedKernelError
 from .mosaic_product import BLOCKS, MAX_ROWS, STEP, Product, launch
+from .mosaic_sum import block_sum, touch
 
 plgpu: Any = jax.experimental.pallas.mosaic_gpu  # its type hints do not describe what it accepts
 
 LANES = 128
+NORM_TEAMS = 4  # warpgroups of a thread block of the norm
 CHUNK = 512  # columns that a thread block of the norm reads at once, four to a thread
 F32 = jnp.float32
 
@@ -130,35 +133,44 @@ def _norm(
 ) -> tuple[Float[Array, "R E"], Float[Array, "R E"]]:
     rows, width = x.shape
     slices = 0 if parts is None else parts.shape[0]
-    starts = range(0, width, CHUNK)
+    # Short code for many threads: a kernel this short waits for its instructions as much as for its data.
+    teams = 1 if interpret is not None else math.gcd(width // CHUNK, NORM_TEAMS)
+    own = width // CHUNK // teams  # chunks of a warpgroup
 
     def read(ref: Any, *at: Any) -> Any:
         layout = plgpu.Layout.WG_STRIDED((CHUNK,), vec_size=4)
         return plgpu.load(ref.at[at], layout=layout, optimized=False).astype(F32)
 
     def body(x_ref: Any, *refs: Any) -> None:
-        *added, scale_ref, sum_ref, norm_ref = refs
+        *added, scale_ref, sum_ref, norm_ref, sums = refs
         row = lax.axis_index("t")
-        values = [read(x_ref, row, pl.ds(start, CHUNK)) for start in starts]
-        for part in range(slices):
-            more = [read(added[0], part, row, pl.ds(start, CHUNK)) for start in starts]
-            values = [value + other for value, other in zip(values, more, strict=True)]
+        team = 0 if teams == 1 else lax.axis_index("wg")
+        places = [pl.ds(pl.multiple_of((team * own + i) * CHUNK, CHUNK), CHUNK) for i in range(own)]
+        if teams > 1:
+            touch(scale_ref, width * scale.dtype.itemsize)  # no cache holds it, and it is read last
+        values = [read(x_ref, row, at) for at in places]
+        more = [[read(added[0], part, row, at) for at in places] for part in range(slices)]
+        scales = [read(scale_ref, at) for at in places]
+        for part in more:
+            values = [value + other for value, other in zip(values, part, strict=True)]
         stream = [value.astype(x.dtype) for value in values]
         values = [value.astype(F32) for value in stream]
         squares = functools.reduce(lambda a, b: a + b, [value * value for value in values])
-        factor = lax.rsqrt(jnp.sum(squares) / width + eps)
-        for start, value, kept in zip(starts, values, stream, strict=True):
-            at = pl.ds(start, CHUNK)
+        total = jnp.sum(squares) if teams == 1 else block_sum(squares, sums, CHUNK, teams)
+        factor = lax.rsqrt(total / width + eps)
+        for at, value, kept, weight in zip(places, values, stream, scales, strict=True):
             sum_ref[row, at] = kept
-            norm_ref[row, at] = (value * factor * read(scale_ref, at)).astype(x.dtype)
+            norm_ref[row, at] = (value * factor * weight).astype(x.dtype)
 
     body.__name__ = "residual_norm"
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     total, normed = plgpu.kernel(
         body,
         out_type=[out, out],
+        scratch_types=[plgpu.SMEM((32,), F32)],
         grid=(rows,),
         grid_names=("t",),
+        **({"num_threads": teams, "thread_name": "wg"} if teams > 1 else {}),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
