@@ -66,6 +66,7 @@ def select_tables() -> list[dict[str, Any]]:
     changes: list[dict[str, Any]] = [{"stages": n} for n in (2, 3, 4)]
     changes += [{"most_splits": n} for n in (8, 12, 24, 32)] + [{"resident": n} for n in (1, 3)]
     paired = [{"row_tiles_up_to": 1, "warpgroups": 1}, {"row_tiles_up_to": 1000000, "warpgroups": 2}]
+    changes += [{"select_bunch": n} for n in (4, 8, 16)]
     changes += [{"warpgroups": paired}, {"tile": 128}, {"tile": 128, "warpgroups": paired}]
     found = [base]
     found += [{**base, **change} for change in changes if {**base, **change} not in found]
@@ -74,13 +75,11 @@ def select_tables() -> list[dict[str, Any]]:
 
 def select_config(case: Case, table: dict[str, Any]) -> Any:
     """The configuration that a table gives a case, and None for what the kernel refuses."""
-    gpu, tiles = module("block_select.mosaic_gpu"), module("block_select.tiles")
+    tiles = module("block_select.tiles")
     with mock.patch.object(tiles, "_here", lambda: table):
-        limit = gpu.ROWS // case.heads // gpu.QUAD * gpu.QUAD
-        merges = case.group in (1, 2, 4, 8, 16) and case.group <= limit and limit % max(case.group, gpu.QUAD) == 0
-        bunch = max(case.group, gpu.QUAD) if merges else gpu.QUAD
-        unit = max(bunch, 8)
-        per_tile = min(limit, -(-case.nodes // unit) * unit)
+        _, bunch, per_tile = tiles.bunch_of(
+            nodes=case.nodes, heads=case.heads, group=case.group, most=tiles.most_bunch()
+        )
         return tiles.choose(
             row_tiles=-(-case.nodes // per_tile),
             heads=case.batch * case.kv_heads,

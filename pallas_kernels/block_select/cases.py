@@ -77,6 +77,19 @@ LONG = {
     ),
 }
 
+# Groups that clusters of thread blocks serve, or a thread block each.
+CLUSTERED = {
+    "two row tiles, groups of 16": Case(
+        nodes=65, heads=4, dim=128, capacity=65536, lengths=(64000,), kv_heads=8, group=16, splits=6
+    ),
+    "batch, short contexts, groups of 8": Case(
+        nodes=13, heads=4, dim=64, capacity=8192, lengths=(20, 700, 7000), kv_heads=2, tree="chain", group=8
+    ),
+    "a row tile of 20, groups of 16": Case(nodes=22, heads=3, dim=64, capacity=8192, lengths=(8000,), group=16),
+    "512K, groups of 16": Case(nodes=33, heads=4, dim=64, capacity=524288, lengths=(524000,), group=16, splits=8),
+    "few nodes, groups of 16": Case(nodes=3, heads=4, dim=128, capacity=65536, lengths=(60000,), kv_heads=8, group=16),
+}
+
 # Cross-lowered for CUDA.
 LOWERED = {
     "T=1": Case(nodes=1, heads=4, dim=128, capacity=65536, lengths=(0,), kv_heads=8, group=1),

@@ -45,6 +45,9 @@ class AttendConfig:
       warpgroups: row tiles that share loads of keys and values.
       stages: tiles of keys and values in flight.
       select_warps: that serve a node in the selection: 1, 2, 4 or 8.
+      select_bunch: most nodes of a thread block of the selection, 4, 8 or 16: larger groups take a cluster of thread
+        blocks. 0 for a thread block per group, and a launch of its own for the visit lists of groups of which a row
+        tile does not hold a whole number.
     """
 
     tile: int
@@ -52,6 +55,7 @@ class AttendConfig:
     warpgroups: int
     stages: int
     select_warps: int = 1
+    select_bunch: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -138,7 +138,7 @@ class SelectPlan:
       per_tile: blocks per tile of entries.
       spills: whether an entry can overlap two blocks.
       group: nodes that share a schedule; 0 leaves the merging to `merge`.
-      bunch: nodes of a thread block: 4, or a larger group.
+      bunch: nodes of a thread block: 4, or at most a larger group; the thread blocks of a group are a cluster.
       warps: that serve a node.
     """
 
@@ -159,6 +159,11 @@ class SelectPlan:
         """Blocks to choose beside the forced ones."""
         return max(self.slots - self.init - self.local, 0)
 
+    @property
+    def cluster(self) -> int:
+        """Thread blocks that serve a group together."""
+        return max(self.group // self.bunch, 1)
+
 
 def finish(
     partials: Partials,
@@ -176,7 +181,7 @@ def finish(
     Args:
       partials: of the attention kernel.
       counts: committed entries, completed entries, and first block that a completed entry can touch.
-      own: each node's own block, padded to whole bunches.
+      own: each node's own block, padded to whole bunches, and those to whole clusters.
       weights: how often each completed entry counts in each block from `counts[2]` on.
       shape: B, T, K, G, D.
       per_tile_nodes: nodes in a tile of query rows; its rows are head-major.
@@ -211,7 +216,7 @@ def _launch(
 ) -> tuple[Array, ...]:
     """See `finish`. With a plan, thread blocks of two kinds: one adds up splits, the other selects."""
     batch, nodes, heads, group_heads, dim = shape
-    bunch = QUAD if plan is None else plan.bunch
+    bunch, cluster = (QUAD, 1) if plan is None else (plan.bunch, plan.cluster)
     warpgroups = 1 if plan is None else bunch // QUAD * plan.warps
     sums = bunch // QUAD * group_heads  # of a quad's splits for one head
     each = -(-sums // warpgroups)  # of a warpgroup; surplus ones repeat the last
@@ -234,6 +239,8 @@ def _launch(
         out_s = take()
         bits_s, gains_s, found_s = (take(selects) for _ in range(3))
         which, x = lax.axis_index("q"), lax.axis_index("x")
+        start = which * cluster if cluster > 1 else which  # of the cluster
+        which = start + lax.axis_index("c") if cluster > 1 else which
         first = lax.axis_index("wg") * each if warpgroups > 1 else i32(0)
         b, head = lax.div(x, i32(heads)), lax.rem(x, i32(heads))
         t0 = which * bunch
@@ -290,9 +297,11 @@ def _launch(
                 "gains": gains_s,
                 "found": found_s,
             }
-            emit(static, references, which, x)
+            emit(static, references, start, x)
 
-        @pl.when(lax.axis_index("j") == 1)
+        sums_up = lax.axis_index("j") == 1
+
+        @pl.when(sums_up & (t0 < nodes) if cluster > 1 else sums_up)  # the last cluster may have bunches without nodes
         def _() -> None:
             combine()
 
@@ -307,17 +316,19 @@ def _launch(
             merged = (batch * heads, -(-nodes // plan.group), sizes.merged_width)
             shapes += [jax.ShapeDtypeStruct(merged, i32)] * 2
         scratch += [plgpu.SMEM((words,), i32) for words in sizes.shared_words]
-    threads: dict[str, Any] = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
+    options: dict[str, Any] = {"num_threads": warpgroups, "thread_name": "wg"} if warpgroups > 1 else {}
+    if cluster > 1:
+        options |= {"cluster": (cluster,), "cluster_names": ("c",)}
     return tuple(
         plgpu.kernel(
             body,
             out_type=shapes,
             scratch_types=scratch,
-            grid=(1 if plan is None else 2, batch * heads, -(-nodes // bunch)),
+            grid=(1 if plan is None else 2, batch * heads, -(-nodes // (bunch * cluster))),
             grid_names=("j", "x", "q"),
             compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
             interpret=interpret,
-            **threads,
+            **options,
         )(*operands)
     )
 

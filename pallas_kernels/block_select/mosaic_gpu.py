@@ -26,7 +26,6 @@ from ..layout import CachedKV, Geometry, TreeKV, TreeQueries
 from . import tiles
 from .mosaic_attend import MASKED, ROWS, TREE_TILE, AttendConfig, Partials, attend
 from .mosaic_choose import SelectPlan, finish, merge
-from .select_shape import QUAD
 
 SCORE_TOLERANCE = 2e-5  # relative; two bf16 parts leave 2**-17, float32 dots and exp2 the rest
 MAX_BLOCKS = 16384  # 1M tokens in blocks of 64: the bit maps of 16 nodes take 32 KB of shared memory
@@ -182,12 +181,12 @@ def lay_out(
     """Prepares a call; see `select_and_attend`."""
     batch, nodes, heads, group_heads, dim = q.shape
     entries, completed = cached.k_cmp.shape[2], tree.k_cmp.shape[2]
-    limit = ROWS // group_heads // QUAD * QUAD
-    # Nodes of a group share a thread block of the selection if they share a tile.
-    merges = group in (1, 2, 4, 8, 16) and group <= limit and limit % max(group, QUAD) == 0
-    bunch = max(group, QUAD) if select and merges else QUAD
-    unit = max(bunch, 8)  # rows of a swizzled tile
-    per_tile_nodes = min(limit, -(-nodes // unit) * unit)
+    merged, bunch, per_tile_nodes = tiles.bunch_of(
+        nodes=nodes,
+        heads=group_heads,
+        group=group if select else 0,
+        most=tiles.most_bunch() if config is None else config.select_bunch,
+    )
     row_tiles = -(-nodes // per_tile_nodes)
     if config is None:
         config = tiles.choose(
@@ -220,7 +219,8 @@ def lay_out(
     first_block = visible // ratio
     used = jnp.sum(node >= 0, axis=1)
     counts = jnp.stack([visible, used, first_block, first_block], axis=1).astype(jnp.int32)
-    own = _pad_axis((queries.position // geometry.block_size).astype(jnp.int32), 1, -(-nodes // bunch) * bunch)
+    whole = max(bunch, merged)
+    own = _pad_axis((queries.position // geometry.block_size).astype(jnp.int32), 1, -(-nodes // whole) * whole)
 
     bins = weights = plan = None
     if select:
@@ -240,7 +240,7 @@ def lay_out(
             steps=-(-entries // config.tile),
             per_tile=config.tile // ratio,
             spills=reach > 1,
-            group=group if merges else 0,
+            group=merged,
             bunch=bunch,
             warps=min(config.select_warps, 32 // bunch),
         )
@@ -293,6 +293,7 @@ def select_and_attend(
 
     Raises:
       UnsupportedKernelError: shape or dtype that the kernels do not cover.
+      ValueError: a `config` with a bunch that is not offered.
     """
     tile = tiles.entries_per_tile() if config is None else config.tile
     _check(q, cached, tree, geometry, scale=scale, tile=tile, select=select)

@@ -7,7 +7,7 @@ a constant plus 4 l. Scores are not negative, so their bits order as integers, a
 the node may select: lanes keep the best so far in order, and a round puts one more among them. Every part finds its own
 best blocks; then one warp ranks the parts' finds by comparing all pairs. Chosen and forced blocks are bits of a map in
 shared memory: population counts give each block's place in the ascending list, and the OR of a group's maps is the
-union that its nodes visit.
+union that its nodes visit. A group larger than a bunch takes a cluster of thread blocks (`select_union`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from .ptx import Writer
 from .select_search import TREE_TILE, search
 from .select_shape import MOST_WORDS, SelectShape
+from .select_union import clear_union, mark_union, meet, union_of_cluster
 
 OPERANDS = (  # of the instructions, in order; "l" is an address in global memory, "s" one in shared memory
     *(("l", name) for name in ("stats", "counts", "mass", "top", "tree", "own", "weights")),
@@ -37,6 +38,8 @@ def _mark(ptx: Writer, s: SelectShape, block: str, wanted: str) -> None:
         "shl.b32 i1, 1, i1",
         f"@{wanted} red.shared.or.b32 [i0], i1",
     )
+    if s.cluster > 1:
+        mark_union(ptx, wanted)
 
 
 def _choose(ptx: Writer, s: SelectShape) -> None:
@@ -194,6 +197,9 @@ def select_ptx(s: SelectShape) -> str:
     ptx.new("b32", "visited", "chunks", "base", "gat", "chunk", "e", "tile", "mine", "turn", "best", "block")
     ptx.new("b32", "my_key", "my_block", "map", "place", "total")
     ptx.new("pred", "p_in", "p_part", "p_lead", "p_any")
+    if s.cluster > 1:
+        ptx.new("b32", "rank")
+        ptx("mov.u32 rank, %cluster_ctarank", "add.u32 bunch, bunch, rank")
     shift = s.warps.bit_length() - 1
     ptx(
         "and.b32 lane, tid, 31",
@@ -237,6 +243,8 @@ def select_ptx(s: SelectShape) -> str:
             "@p_any st.shared.b32 [i0], 0",
         )
     ptx("bar.warp.sync 0xffffffff")
+    if s.cluster > 1:
+        clear_union(ptx, s)
     if s.rounds:
         searched = ptx.label()
         ptx(f"@!p_in bra {searched}")
@@ -253,8 +261,8 @@ def select_ptx(s: SelectShape) -> str:
                 "@p_any st.shared.b64 [i0], pair",
             )
         ptx.at(searched)
-        if s.warps > 1:
-            ptx("bar.sync 0")
+    if s.cluster > 1 or (s.rounds and s.warps > 1):
+        ptx("bar.sync 0")
     marked = ptx.label()
     ptx(f"@!p_part bra {marked}")
     if s.rounds:
@@ -262,7 +270,9 @@ def select_ptx(s: SelectShape) -> str:
     _force(ptx, s)
     ptx("bar.warp.sync 0xffffffff")
     ptx.at(marked)
-    if s.group and (s.group > 1 or s.warps > 1):
+    if s.cluster > 1:
+        meet(ptx, s)
+    elif s.group and (s.group > 1 or s.warps > 1):
         ptx("bar.sync 0")
     listed = ptx.label()
     ptx(
@@ -273,7 +283,9 @@ def select_ptx(s: SelectShape) -> str:
     )
     _enumerate(ptx, s, 1, s.slots, ("asel",))
     ptx.at(listed)
-    if s.group:
+    if s.cluster > 1:
+        union_of_cluster(ptx, s)
+    elif s.group:
         ended = ptx.label()
         parts = -(-s.nodes // s.group)
         ptx(
@@ -298,7 +310,8 @@ def emit(s: SelectShape, references: dict[str, Any], bunch: Any, x: Any) -> None
     Args:
       s: sizes.
       references: of the kernel, by name as in `OPERANDS`.
-      bunch, x: thread block's bunch of nodes, and its KV head among those of all sequences.
+      bunch, x: the thread block's bunch of nodes, or the first of its cluster's; and its KV head among those of all
+        sequences.
     """
     import jax.experimental.mosaic.gpu as mgpu
     import jax.experimental.pallas.mosaic_gpu

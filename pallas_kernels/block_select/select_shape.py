@@ -28,7 +28,7 @@ class SelectShape:
       extra: blocks that completed entries can touch.
       blocks, slots, init, local: of the cache and of a selection.
       spills: whether an entry can overlap two blocks.
-      group: nodes that share a visit list, 0 for none; divides `bunch`.
+      group: nodes that share a visit list, 0 for none; it divides `bunch`, or `bunch` it.
       bunch: nodes of a thread block, 4, 8 or 16.
       warps: that serve a node, 1, 2, 4 or 8.
     """
@@ -88,9 +88,14 @@ class SelectShape:
         return -(-self.blocks // 32)
 
     @property
+    def cluster(self) -> int:
+        """Thread blocks that serve a group together."""
+        return max(self.group // self.bunch, 1)
+
+    @property
     def bunches(self) -> int:
-        """Thread blocks per KV head."""
-        return -(-self.nodes // self.bunch)
+        """Thread blocks per KV head, in whole clusters."""
+        return -(-self.nodes // (self.bunch * self.cluster)) * self.cluster
 
     @property
     def merged_width(self) -> int:
@@ -99,6 +104,9 @@ class SelectShape:
 
     @property
     def shared_words(self) -> tuple[int, int, int]:
-        """Shared memory in words: bit maps, gains of completed entries, candidates (two words each)."""
+        """Shared memory in words: bit maps, gains of completed entries, candidates (two words each).
+
+        In a cluster, the OR of a thread block's maps comes after them.
+        """
         candidates = 2 * self.bunch * self.warps * max(self.rounds, 1)
-        return self.bunch * self.words, self.bunch * self.warps * self.extra, candidates
+        return (self.bunch + (self.cluster > 1)) * self.words, self.bunch * self.warps * self.extra, candidates

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from .mosaic_attend import AttendConfig
+from .mosaic_attend import ROWS, AttendConfig
+from .select_shape import QUAD
 
 DEFAULT = "nvidia_h200"
 
@@ -30,6 +31,40 @@ def _here() -> dict[str, Any]:
 def entries_per_tile() -> int:
     """Compressed entries of a tile on this device."""
     return _here()["tile"]
+
+
+def most_bunch() -> int:
+    """Most nodes of a thread block of the selection on this device; see `AttendConfig.select_bunch`."""
+    return _here()["select_bunch"]
+
+
+def bunch_of(*, nodes: int, heads: int, group: int, most: int) -> tuple[int, int, int]:
+    """How nodes are divided for the selection, and into tiles of query rows.
+
+    Args:
+      nodes: T.
+      heads: G.
+      group: nodes that share a visit list, or 0.
+      most: nodes of a thread block; larger groups take a cluster of 2 or 4. 0 for a thread block per group.
+
+    Returns:
+      The group if the selection's launch merges it, else 0; the nodes of a thread block; the nodes of a row tile.
+
+    Raises:
+      ValueError: a `most` that is none of 0, 4, 8 and 16.
+    """
+    if most not in (0, QUAD, 8, 16):
+        raise ValueError(f"select_bunch must be 0, {QUAD}, 8 or 16, got {most}: choose one of these")
+    limit = ROWS // heads // QUAD * QUAD
+    bunch = max(group, QUAD) if group in (1, 2, 4, 8, 16) else QUAD
+    if most:
+        bunch = min(bunch, most)
+        while limit % bunch:  # nodes of a thread block share a row tile; QUAD divides them all
+            bunch //= 2
+    merges = group in (1, 2, 4, 8, 16) and bunch <= limit and limit % bunch == 0
+    bunch = bunch if merges else QUAD
+    unit = max(bunch, 8)  # rows of a swizzled tile
+    return group if merges else 0, bunch, min(limit, -(-nodes // unit) * unit)
 
 
 def choose(*, row_tiles: int, heads: int, entries: int, nodes: int, bunch: int, blocks: int) -> AttendConfig:
@@ -65,4 +100,5 @@ def choose(*, row_tiles: int, heads: int, entries: int, nodes: int, bunch: int, 
         warpgroups=warpgroups,
         stages=table["stages"],
         select_warps=select_warps,
+        select_bunch=bunch if table["select_bunch"] else 0,
     )

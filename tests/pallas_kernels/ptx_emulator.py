@@ -1,7 +1,8 @@
-"""Runs the PTX of one thread block on NumPy: the instructions that our kernels use, no more.
+"""Runs the PTX of a thread block, or of a cluster of them, on NumPy: the instructions that our kernels use, no more.
 
 The lanes of a warp run together as long as their program counters agree; where they differ, the lowest goes first.
-Instructions that need a whole warp fail unless all of its lanes are there. Registers hold raw bits.
+Instructions that need a whole warp fail unless all of its lanes are there. Registers hold raw bits. Blocks of a cluster
+run as far apart as their barriers let them, and the shared memory of a block that has ended is gone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ COMPARE = {
     "gt": np.greater,
     "ge": np.greater_equal,
 }
+
+
+WINDOW = 1 << 24  # from one block's shared memory to the next, as its cluster sees it
 
 
 class Memory:
@@ -54,6 +58,23 @@ class Memory:
         self.data[at], self.known[at] = raw, True
 
 
+class Cluster:
+    """The shared memory of all blocks, at addresses that `mapa` gives."""
+
+    def __init__(self, blocks: list[Memory]) -> None:
+        self.blocks = blocks
+
+    @staticmethod
+    def address(at: np.ndarray, rank: np.ndarray) -> np.ndarray:
+        return at + (rank + np.uint64(1)) * np.uint64(WINDOW)
+
+    def load(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        ranks = addresses.astype(np.int64) // WINDOW - 1
+        assert (ranks >= 0).all() and (ranks < len(self.blocks)).all(), "an address of no block of the cluster"
+        found = [self.blocks[rank].load(at[None], size) for rank, at in zip(ranks, addresses % WINDOW, strict=True)]
+        return np.concatenate(found)
+
+
 def _parse(text: str, operands: list[int]) -> tuple[list[tuple[str | None, str, list[str]]], dict[str, int]]:
     program: list[tuple[str | None, str, list[str]]] = []
     labels: dict[str, int] = {}
@@ -78,13 +99,16 @@ def _parse(text: str, operands: list[int]) -> tuple[list[tuple[str | None, str, 
 class Warp:
     """Registers and program counters of 32 lanes."""
 
-    def __init__(self, program: Any, labels: Any, operands: list[Any], space: dict[str, Memory]) -> None:
+    def __init__(self, program: Any, labels: Any, operands: list[Any], space: dict[str, Any], rank: int = 0) -> None:
         self.program, self.labels, self.space = program, labels, space
         self.registers: dict[str, np.ndarray] = {
             f"operand{i}": np.broadcast_to(np.asarray(value, np.uint64), (32,)) for i, value in enumerate(operands)
         }
+        self.registers["%cluster_ctarank"] = np.full(32, rank, np.uint64)
         self.counter = np.zeros(32, np.int64)
         self.steps = 0
+        self.state = ""  # why the warp stands still
+        self.arrivals = self.waits = 0  # at the cluster's barrier
 
     def raw(self, name: str) -> np.ndarray:
         if name.startswith("0f"):
@@ -108,13 +132,14 @@ class Warp:
         name, _, offset = text[1:-1].partition("+")
         return self.raw(name).view(np.int64) + int(offset or 0)
 
-    def run(self) -> bool:
-        """Until a barrier of the block (True) or the end (False)."""
+    def run(self) -> str:
+        """Until a barrier of the block ("bar"), one of the cluster ("arrive", "wait"), or the end ("end")."""
         end = len(self.program)
         while True:
             at = int(self.counter.min())
             if at == end:
-                return False
+                assert self.arrivals == self.waits, "an end without waiting for the cluster"
+                return "end"
             active = self.counter == at
             self.steps += 1
             guard, name, arguments = self.program[at]
@@ -126,7 +151,14 @@ class Warp:
                 self.counter[active] = self.labels[arguments[0]]
             elif name == "bar.sync":
                 assert active.all(), "a barrier that lanes miss"
-                return True
+                return "bar"
+            elif name.startswith("barrier.cluster"):
+                step = name.split(".")[2]
+                if guard is None or active.any():
+                    assert active.all(), "a barrier that lanes miss"
+                    assert self.arrivals == self.waits + (step == "wait"), "arriving and waiting do not alternate"
+                    self.arrivals, self.waits = self.arrivals + (step == "arrive"), self.waits + (step == "wait")
+                    return step
             elif name == "bar.warp.sync":
                 assert active.all(), "a warp barrier that lanes miss"
             elif active.any():
@@ -156,8 +188,10 @@ class Warp:
                 self.put(arguments[0], source[lane[name[2]]], active)
             case "redux":
                 assert active.all(), "a reduction that lanes miss"
-                result = (np.max if name[2] == "max" else np.min)(value(1))
-                self.put(arguments[0], np.full(32, result), active)
+                whole = {"max": np.max, "min": np.min, "add": np.add.reduce, "or": np.bitwise_or.reduce}[name[2]]
+                self.put(arguments[0], np.full(32, whole(value(1)), value(1).dtype), active)
+            case "mapa":
+                self.put(arguments[0], Cluster.address(self.raw(arguments[1]), self.raw(arguments[2])), active)
             case "mov" if arguments[1].startswith("{"):
                 low, high = (self.raw(part.strip()) for part in arguments[1][1:-1].split(","))
                 self.put(arguments[0], (high << np.uint64(32)) | (low & np.uint64(0xFFFFFFFF)), active)
@@ -238,11 +272,31 @@ def run_block(text: str, operands: list[int], threads: int, memory: Memory, shar
     Returns:
       Instructions of the busiest warp.
     """
+    return run_cluster(text, operands, threads, memory, [shared])
+
+
+def run_cluster(text: str, operands: list[int], threads: int, memory: Memory, shared: list[Memory]) -> int:
+    """As `run_block` for a cluster of thread blocks, each with its shared memory."""
     program, labels = _parse(text, operands)
-    space = {"global": memory, "shared": shared}
-    warps = [Warp(program, labels, [*operands, LANES + 32 * i], space) for i in range(threads // 32)]
-    while True:
-        waiting = [warp.run() for warp in warps]
-        if not any(waiting):
-            return max(warp.steps for warp in warps)
-        assert all(waiting), "a barrier that warps miss"
+    blocks = []
+    for rank, own in enumerate(shared):
+        space = {"global": memory, "shared": own, "shared::cluster": Cluster(shared)}
+        blocks.append([Warp(program, labels, [*operands, LANES + 32 * i], space, rank) for i in range(threads // 32)])
+    every = [warp for block in blocks for warp in block]
+    while any(warp.state != "end" for warp in every):
+        going = 0
+        for block, own in zip(blocks, shared, strict=True):
+            for warp in block:
+                behind = any(other.arrivals < warp.waits for other in every)
+                if warp.state in ("", "arrive") or (warp.state == "wait" and not behind):
+                    warp.state, going = warp.run(), going + 1
+            states = {warp.state for warp in block}
+            assert not {"bar", "end"} <= states, "a barrier that warps miss"
+            if states == {"bar"}:
+                going += 1
+                for warp in block:
+                    warp.state = ""
+            elif states == {"end"}:
+                own.known[:] = False
+        assert going, "a barrier that warps miss"
+    return max(warp.steps for warp in every)

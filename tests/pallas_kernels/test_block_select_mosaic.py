@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -214,6 +215,48 @@ def test_selections_of_long_caches_get_more_warps(nodes: int, bunch: int, blocks
     assert chosen.select_warps == warps
 
 
+@pytest.mark.parametrize(
+    ("nodes", "heads", "group", "most", "merged", "bunch", "per_tile"),
+    [
+        (65, 4, 16, 0, 16, 16, 16),
+        (65, 4, 16, 4, 16, 4, 16),
+        (65, 4, 16, 8, 16, 8, 16),
+        (65, 4, 4, 16, 4, 4, 16),
+        (5, 4, 8, 4, 8, 4, 8),
+        (65, 4, 13, 4, 0, 4, 16),
+        (65, 3, 8, 0, 0, 4, 20),  # a thread block of eight nodes would be in two row tiles
+        (65, 3, 8, 8, 8, 4, 20),
+        (9, 16, 16, 16, 16, 4, 4),
+    ],
+)
+def test_groups_larger_than_a_bunch_take_a_cluster(
+    nodes: int, heads: int, group: int, most: int, merged: int, bunch: int, per_tile: int
+) -> None:
+    assert tiles.bunch_of(nodes=nodes, heads=heads, group=group, most=most) == (merged, bunch, per_tile)
+    again = tiles.bunch_of(nodes=nodes, heads=heads, group=group, most=bunch if most else 0)
+    assert again == (merged, bunch, per_tile)  # as a configuration that `tiles.choose` made says
+
+
+def test_sizes_of_a_bunch_are_checked() -> None:
+    with pytest.raises(ValueError, match="select_bunch must be 0, 4, 8 or 16, got 3"):
+        tiles.bunch_of(nodes=5, heads=4, group=8, most=3)
+
+
+@pytest.mark.parametrize(("most", "bunch", "cluster"), [(0, 16, 1), (8, 8, 2), (4, 4, 4)])
+def test_a_configuration_forces_the_bunch(most: int, bunch: int, cluster: int) -> None:
+    case = dataclasses.replace(cases.LOWERED["T=65, groups of 16"], capacity=1024, kv_heads=1)
+    config = AttendConfig(tile=64, splits=1, warpgroups=1, stages=2, select_warps=4, select_bunch=most)
+    found = []
+
+    def lay_out(*args: object) -> jax.Array:
+        laid = mosaic_gpu.lay_out(*args, geometry=case.geometry, scale=0.1, select=True, group=16, config=config)
+        found.append(laid.plan)
+        return laid.own
+
+    assert jax.eval_shape(lay_out, *jax.eval_shape(functools.partial(inputs_abstract, case))).shape == (1, 80)
+    assert (found[0].bunch, found[0].cluster, found[0].warps) == (bunch, cluster, min(4, 32 // bunch))
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU is there")
 @pytest.mark.parametrize("op", [mosaic_gpu.block_select, mosaic_gpu.compressed_attention])
 def test_without_a_gpu_the_kernels_are_refused(op: object) -> None:
@@ -239,3 +282,22 @@ def test_on_a_gpu_kernels_equal_the_definition_twice(name: str) -> None:
     out, blocks = mosaic_gpu.block_select(*args, geometry=case.geometry, scale=scale)
     np.testing.assert_array_equal(alone, out)
     np.testing.assert_array_equal(blocks, result.blocks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "warps"), [*((name, 2) for name in cases.CLUSTERED), *((next(iter(cases.CLUSTERED)), n) for n in (1, 4))]
+)
+def test_on_a_gpu_clusters_give_the_bits_of_one_thread_block_for_a_group(name: str, warps: int) -> None:
+    case = cases.CLUSTERED[name]
+    args = inputs(case, seed=2)
+    run = functools.partial(
+        mosaic_gpu.select_and_attend, *args, geometry=case.geometry, scale=case.dim**-0.5, group=case.group
+    )
+    config = dataclasses.replace(config_of(case), tile=64, select_warps=warps)
+    whole = run(config=config)
+    for most in (4, 8):
+        for _ in range(3):
+            found = run(config=dataclasses.replace(config, select_bunch=most))
+            for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
+                np.testing.assert_array_equal(got, want)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ from ssv_jax.pallas_kernels.block_select.mosaic_attend import TREE_TILE, Partial
 from ssv_jax.pallas_kernels.block_select.mosaic_choose import SelectPlan, portable_select
 from ssv_jax.pallas_kernels.block_select.mosaic_select import OPERANDS, select_ptx
 from ssv_jax.pallas_kernels.block_select.select_shape import SelectShape
-from tests.pallas_kernels.ptx_emulator import Memory, run_block
+from tests.pallas_kernels.ptx_emulator import Memory, run_block, run_cluster
 
 BASE = 1 << 33  # global addresses do not fit 32 bits
 
@@ -73,6 +74,18 @@ CASES = {
     ),
     "nodes beyond the cache": Case(own=260, warps=2),
     "only forced blocks": Case(slots=3, warps=2),
+    "eight over two, some without nodes": Case(nodes=9, group=8, warps=2, kv_heads=2, heads=2),
+    "sixteen over four, row tiles of twenty": Case(
+        nodes=21, group=16, warps=4, heads=3, per_tile_nodes=20, steps=16, blocks=510, visible=2000, own=500
+    ),
+    "sixteen over two, one warp, short context": Case(
+        nodes=13, group=16, bunch=8, heads=1, per_tile_nodes=16, visible=70, own=17
+    ),
+    "eight over two, one warp, only forced blocks": Case(nodes=7, group=8, slots=3),
+    "sixteen over four, nothing visible": Case(nodes=18, group=16, warps=2, visible=0, completed=0, own=0, heads=1),
+    "256K, eight over two, words in turns": Case(
+        nodes=5, heads=1, steps=256, per_tile=16, blocks=4090, visible=16300, own=4080, warps=2, group=8
+    ),
 }
 
 
@@ -150,13 +163,13 @@ def emulate(shape: SelectShape, arrays: dict[str, np.ndarray]) -> dict[str, np.n
         address[name], at = at, at + -(-int(np.prod(sizes)) * 4 // 256) * 256
     text = select_ptx(shape)
     for x in range(pairs):
-        for bunch in range(shape.bunches):
+        for bunch in range(0, shape.bunches, shape.cluster):
             where, sizes = [1024], shape.shared_words
             for words in sizes[:-1]:
                 where.append(-(-(where[-1] + 4 * words) // 1024) * 1024)
-            shared = Memory(where[-1] + 4 * sizes[-1])
+            shared = [Memory(where[-1] + 4 * sizes[-1]) for _ in range(shape.cluster)]
             pointers = [address[name] for kind, name in OPERANDS if kind == "l"]
-            run_block(text, [*pointers, *where, bunch, x], 32 * shape.bunch * shape.warps, memory, shared)
+            run_cluster(text, [*pointers, *where, bunch, x], 32 * shape.bunch * shape.warps, memory, shared)
     return {name: memory.read(address[name], np.int32, sizes) for name, sizes in outputs.items()}
 
 
@@ -191,6 +204,37 @@ def test_emulated_instructions_choose_what_the_portable_selection_chooses(name: 
         schedule = merge(want[None], case.group, case.blocks)
         np.testing.assert_array_equal(got["merged"], schedule.blocks[0])
         np.testing.assert_array_equal(got["owners"], schedule.owners[0])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "over" in name and CASES[name].blocks < 500])
+def test_clusters_write_what_one_thread_block_for_the_group_writes(name: str) -> None:
+    case = dataclasses.replace(CASES[name], per_tile_nodes=16, warps=1)
+    whole = dataclasses.replace(case, bunch=case.group)
+    _, arrays = data(case, shape_of(case), seed=3)
+    arrays["mass"][~np.isnan(arrays["mass"])] = 1.0  # ties
+    arrays["own"][0, ::2] = np.maximum(arrays["own"][0, ::2] - 3, 0)
+    got, want = emulate(shape_of(case), arrays), emulate(shape_of(whole), arrays)
+    for output in want:
+        np.testing.assert_array_equal(got[output], want[output])
+
+
+def test_thread_blocks_that_hold_their_groups_need_no_cluster() -> None:
+    for name, case in CASES.items():
+        assert ("cluster" in select_ptx(shape_of(case))) == (case.group > case.bunch) == ("over" in name), name
+
+
+def test_the_emulator_finds_clusters_that_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = shape_of(CASES["eight over two, one warp, only forced blocks"])
+    _, arrays = data(CASES["eight over two, one warp, only forced blocks"], shape, seed=0)
+    right, lines = emulate(shape, arrays), select_ptx(shape).split("\n")
+    barriers = [i for i, line in enumerate(lines) if line.startswith("barrier.cluster")]
+    early, late = ("\n".join(np.delete(lines, barriers[i : i + 2])) for i in (0, 2))
+    assert len(barriers) == 4
+    monkeypatch.setattr(sys.modules[__name__], "select_ptx", lambda _: early)
+    assert (emulate(shape, arrays)["owners"] != right["owners"]).any()  # of maps without marks
+    monkeypatch.setattr(sys.modules[__name__], "select_ptx", lambda _: late)
+    with pytest.raises(AssertionError, match="never stored"):  # of maps of a block that has ended
+        emulate(shape, arrays)
 
 
 def test_equal_scores_go_to_the_lower_block() -> None:
