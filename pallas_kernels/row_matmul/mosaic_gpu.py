@@ -144,7 +144,7 @@ def _norm(
     def body(x_ref: Any, *refs: Any) -> None:
         *added, scale_ref, sum_ref, norm_ref, sums = refs
         row = lax.axis_index("t")
-        team = 0 if teams == 1 else lax.axis_index("wg")
+        team: Any = 0 if teams == 1 else lax.axis_index("wg")
         places = [pl.ds(pl.multiple_of((team * own + i) * CHUNK, CHUNK), CHUNK) for i in range(own)]
         if teams > 1:
             touch(scale_ref, width * scale.dtype.itemsize)  # no cache holds it, and it is read last
