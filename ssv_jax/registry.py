@@ -17,7 +17,7 @@ from .models.loading import CheckpointFormat, detect_format
 from .strategy import TreeSpec
 
 # The one place that says which model runs where none is named.
-DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_MODEL = "smollm2-135m-nsa"
 # A model directory may hold its EAGLE-3 head in a folder of this name.
 HEAD_FOLDER = "eagle3"
 _WEIGHTS = Path(__file__).parent / "weights"
@@ -68,12 +68,14 @@ MODELS: Mapping[str, KnownModel | ShippedModel] = MappingProxyType(
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         ),
         "smollm2-135m-nsa": ShippedModel(
-            description="SmolLM2-135M-Instruct with Native Sparse Attention, trained to 16K tokens, Apache-2.0",
+            description="SmolLM2-135M-Instruct with Native Sparse Attention and an EAGLE-3 head, Apache-2.0",
             folder="smollm2-135m-nsa",
             files=MappingProxyType(
                 {
                     "config.json": "97192dc648686288a587f55556f09044212a2c49ad1c37dc456ec12d7a060c38",
                     "delta.safetensors": "74cd885df5701539c778c14ccde7270004f78c33e66f2e816022c93ac0c93732",
+                    "eagle3/config.json": "ccc8ccc67f94e73be4c235d5456cabc5916f423c3099c97c7147031f62cf0fc8",
+                    "eagle3/model.safetensors": "a4cb810873fdb52a68d9cdcddea7b619ee40cbad67e7d0d1d548b041533d4949",
                 }
             ),
         ),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ssv_jax.models.errors import CheckpointError
-from ssv_jax.registry import resolve
+from ssv_jax.registry import DEFAULT_MODEL, resolve
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -29,7 +29,7 @@ def run(source: str) -> str:
 def test_engine_example():
     """The first thing a user copies fails, or answers nonsense."""
     try:
-        resolve("smollm2-135m")
+        resolve(DEFAULT_MODEL)
     except CheckpointError as error:
         pytest.skip(str(error))
     out = run(EXAMPLES[0])

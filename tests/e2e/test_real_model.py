@@ -63,10 +63,11 @@ def test_sparse_with_every_block_selected_equals_transformers(golden):
 
 
 def test_the_shipped_sparse_model_answers_and_speculation_changes_no_token(monkeypatch):
-    """A delta merged wrongly; grouped verification that reads other blocks where weights make the choice matter."""
+    """A delta merged wrongly; grouped verification that reads other blocks where weights make the choice matter; a head
+    that drafts nonsense."""
     # One executable to prefill prompts of any length, instead of one for each size.
     monkeypatch.setattr("ssv_jax.engine._PREFILL_SIZES", (512,))
-    plain, grouped = "none", "ngram:5x2x11+group4"
+    plain, grouped = "none", "eagle3:4x2x8+group4"
     planner = Manual([Strategy.parse(label) for label in (plain, grouped)])
     engine = Engine.load("smollm2-135m-nsa", planner=planner)
     engine.least_capacity = 2048  # one executable for both contexts
