@@ -17,7 +17,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,11 +184,15 @@ Readers = dict[Any, Served]
 
 
 def measure(
-    args: argparse.Namespace, subjects: list[Subject], trials: dict[tuple[str, int], list[Trial]], readers: Readers
+    args: argparse.Namespace,
+    subjects: list[Subject],
+    trials: dict[tuple[str, int], list[Trial]],
+    readers: Readers,
+    save: Callable[[Results], object],
 ) -> Results:
     """Scores by (kind, length, subject); a spent budget leaves the same trials of all subjects.
 
-    `readers`: those that `--path passes` has compiled for, which it adds to.
+    `readers`: those that `--path passes` has compiled for, which it adds to. `save` gets all scores after each batch.
     """
     dtype = jnp.dtype(args.dtype)
     lengths, width = sorted({length for _, length in trials}), widest([t for each in trials.values() for t in each])
@@ -215,6 +219,7 @@ def measure(
         for subject, got in zip(asked, answer(asked, filled), strict=True):
             marks = [mark(trial, row) for trial, row in zip(part, got, strict=False)]
             scores.setdefault((kind, length, subject.label), []).extend(marks)
+        save(scores)  # a time limit must not lose it
         steps.done += length - 1
         steps.step(f"{kind}, {length} tokens, {at + len(part)} trials")
     return scores
@@ -402,11 +407,6 @@ def main() -> None:
         for kind in args.kinds
         for n in args.lengths
     }
-    readers: Readers = {}
-    scores = measure(args, subjects, trials, readers)
-    if args.smoke:  # untrained, so all answers are wrong: the tokens themselves must agree
-        compare_paths(subjects[-2], trials["copy", args.lengths[0]], readers, args)
-    rows = summarise(scores, subjects)
     output = evaluation.output_path("needle", args.output, args.smoke)
     settings = {key: str(value) for key, value in vars(args).items() if key not in ("model", "output", "data")}
     result = {
@@ -416,9 +416,18 @@ def main() -> None:
         "settings": settings | {"data": [Path(path).name for path in args.data]},
         "score": "share of trials whose answer greedy decoding gives exactly, with its 95% Wilson interval",
         "items": "share of the answers' items that are right after the right ones before",
-        "rows": rows,
     }
-    harness.write(output, result)
+
+    def save(scores: Results) -> list[dict[str, Any]]:
+        rows = summarise(scores, subjects)
+        harness.write(output, result | {"rows": rows})
+        return rows
+
+    readers: Readers = {}
+    scores = measure(args, subjects, trials, readers, save)
+    if args.smoke:  # untrained, so all answers are wrong: the tokens themselves must agree
+        compare_paths(subjects[-2], trials["copy", args.lengths[0]], readers, args)
+    rows = save(scores)
     evaluation.write_csv(output.with_suffix(".csv"), rows)
     columns = len({row["kind"] for row in rows})
     if columns:
