@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import io
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from .errors import UsageError
 
@@ -129,6 +130,17 @@ def run_command(
         print(f"\n{interrupted}", file=sys.stderr)
         return 130
     return 0
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process; after an interruption at once, without waiting for threads that still compile."""
+    if status == 130:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+        os._exit(status)
+    raise SystemExit(status)
 
 
 def _drop_output() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command import Parser, Progress, enable_compilation_cache, run_command, usable_streams, versions
+from .command import Parser, Progress, enable_compilation_cache, leave, run_command, usable_streams, versions
 from .errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def _fields(text: str, names: Sequence[str]) -> dict[str, int]:
     for part in text.split(","):
         name, _, value = part.partition("=")
         name = name.strip()
-        if name not in names or name in fields or not value.strip().lstrip("-").isdigit():
+        if name not in names or name in fields or not re.fullmatch(r"\s*-?[0-9]+\s*", value):
             raise argparse.ArgumentTypeError(f"must read {','.join(f'{n}=N' for n in names)}, got {text!r}")
         fields[name] = int(value)
     return fields
@@ -326,4 +327,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main())

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .command import Parser, Progress, enable_compilation_cache, run_command, usable_streams, versions
+from .command import Parser, Progress, enable_compilation_cache, leave, run_command, usable_streams, versions
 from .errors import UsageError
 from .profiles import Entry, Profile, ProfileError, Provenance, RoundCost
 
@@ -406,4 +406,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main())

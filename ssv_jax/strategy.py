@@ -65,6 +65,7 @@ class TreeSpec:
 
 
 DRAFTERS = ("none", "ngram", "eagle3")
+MOST_WINDOW = 1 << 30  # tokens; positions are 32-bit integers
 AUTO = "auto"  # the engine decides, see `drafting.build.settle`
 DEFAULT_TREES = {"ngram": TreeSpec(depth=7, topk=1, nodes=8), "eagle3": TreeSpec(depth=6, topk=8, nodes=32)}
 
@@ -122,9 +123,11 @@ class Strategy:
                 raise ValueError("layer plan: give refresh_every or refresh_layers, not both")
             if 0 not in self.refresh_layers:
                 raise ValueError("layer plan: layer 0 must be a refresh layer, it has nothing to inherit")
-        if self.draft_window is not None and (self.draft not in ("eagle3", AUTO) or self.draft_window < 0):
+        if self.draft_window is not None and self.draft not in ("eagle3", AUTO):
+            raise ValueError("a draft window needs the eagle3 drafter: drop it, or choose eagle3")
+        if self.draft_window is not None and not 0 <= self.draft_window <= MOST_WINDOW:
             raise ValueError(
-                "a draft window needs the eagle3 drafter and a size >= 1, or 0 for all: drop it, or choose eagle3"
+                f"draft window: must be from 1 to {MOST_WINDOW} tokens, or 0 for all, got {self.draft_window}"
             )
         if self.draft == "none" and self.tree is not None:
             raise ValueError("a tree needs a drafter: choose ngram or eagle3, or leave the tree out")

@@ -61,14 +61,13 @@ class Variants:
         """
         before, began = self.compile_seconds, time.perf_counter()
         done(0)
-        with concurrent.futures.ThreadPoolExecutor(max(1, min(len(jobs), os.cpu_count() or 1))) as pool:
+        pool = concurrent.futures.ThreadPoolExecutor(max(1, min(len(jobs), os.cpu_count() or 1)))
+        try:
             waiting = [pool.submit(job) for job in jobs]
-            try:
-                for count, _ in enumerate(concurrent.futures.as_completed(waiting), 1):
-                    done(count)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+            for count, _ in enumerate(concurrent.futures.as_completed(waiting), 1):
+                done(count)
+        finally:  # an interruption does not wait for what is being compiled
+            pool.shutdown(wait=False, cancel_futures=True)
         new = self.compile_seconds > before
         self.compile_seconds = before + (time.perf_counter() - began if new else 0.0)
         return [job.result() for job in waiting]

@@ -20,6 +20,7 @@ from ..tree import DraftTree
 
 # Stands for impossible tokens and for NaN, so that sums stay finite and comparable.
 _LOWEST = -1e30
+MOST_CANDIDATES = 65536
 
 
 def pool_size(depth: int, top_k: int) -> int:
@@ -37,6 +38,11 @@ def check_tree(*, depth: int, top_k: int, nodes: int) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"draft tree: {name} must be an integer >= {least}, got {value!r}")
     pool = pool_size(depth, top_k)
+    if pool > MOST_CANDIDATES:
+        raise ValueError(
+            f"draft tree: depth={depth} and topk={top_k} make topk + depth * topk^2 = {pool} candidates, at most "
+            f"{MOST_CANDIDATES} are sorted in a round: use a smaller depth or topk"
+        )
     if nodes - 1 > pool:
         raise ValueError(
             f"draft tree: nodes={nodes} (the root and {nodes - 1} drafts) exceed the pool of depth={depth}, "

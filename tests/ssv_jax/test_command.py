@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from ssv_jax.command import run_command, run_resumable
+from ssv_jax.command import leave, run_command, run_resumable
 from ssv_jax.errors import ContextLengthError, UsageError
 
 
@@ -76,3 +76,14 @@ def test_output_that_cannot_be_written_ends_quietly(closed: bool, says: str) -> 
     finally:
         os.close(writer)
     assert (ended.returncode, ended.stderr) == (1, says)
+
+
+def test_an_interruption_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that still compile would be waited for."""
+    left: list[int] = []
+    monkeypatch.setattr("os._exit", left.append)
+    for status in (130, 2):
+        with pytest.raises(SystemExit) as ended:
+            leave(status)
+        assert ended.value.code == status
+    assert left == [130]

@@ -321,6 +321,8 @@ def test_faults_13_and_14_through_the_decode_loop(setup):
 def test_trees_larger_than_their_pool_are_refused():
     assert pool_size(6, 8) == 8 + 6 * 64
     check_tree(depth=6, top_k=8, nodes=393)
+    with pytest.raises(ValueError, match="1048577024 candidates, at most 65536"):
+        check_tree(depth=1000, top_k=1024, nodes=1024)
     with pytest.raises(ValueError, match=r"nodes=394 .* = 392 candidates: use nodes <= 393"):
         check_tree(depth=6, top_k=8, nodes=394)
     for bad in ({"depth": 0}, {"top_k": 0}, {"nodes": 1}, {"nodes": True}):

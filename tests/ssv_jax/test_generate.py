@@ -115,6 +115,8 @@ def test_list_models(capsys):
         (("--prompt", "a", "--draft", "eagle3"), "needs a draft model"),
         (("--prompt", "a", "--draft", "none", "--draft-model", "x"), "has no network"),
         (("--prompt", "a", "--draft-window", "8"), "a draft window needs"),
+        (("--prompt", "a", "--draft", "eagle3", "--draft-window", "1000000000000"), "must be from 1 to 1073741824"),
+        (("--prompt", "a", "--tree", "depth=--1,topk=1,nodes=2"), "must read depth=N,topk=N,nodes=N"),
         (("--prompt", "a", "--draft", "ngram", "--draft-window", "0"), "a draft window needs"),
         (("--prompt", "a", "--mesh", "data=2"), "tensor=N"),
         (("--prompt", "a", "--mesh", "tensor=64"), "needs 64 devices"),

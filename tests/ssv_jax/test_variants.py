@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,30 @@ def test_a_job_that_fails_says_so():
 
     with pytest.raises(ValueError, match="no such kernel"):
         Variants().prepare([fail])
+
+
+def test_an_interruption_does_not_wait_for_other_jobs():
+    started, held, finished = threading.Event(), threading.Event(), []
+
+    def compile_long() -> Any:
+        started.set()
+        held.wait(20)
+        finished.append(True)
+
+    def compile_short() -> Any:
+        if (os.cpu_count() or 1) > 1:
+            assert started.wait(600)
+
+    def interrupt(count: int) -> None:
+        if count:
+            raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Variants().prepare([compile_short, compile_long], interrupt)
+        assert not finished
+    finally:
+        held.set()
 
 
 PROPOSERS = {"none": NoDrafter(), "ngram": NgramDrafter(depth=2, branches=1, num_nodes=3)}
