@@ -188,7 +188,7 @@ def measure(
     subjects: list[Subject],
     trials: dict[tuple[str, int], list[Trial]],
     readers: Readers,
-    save: Callable[[Results], object],
+    save: Callable[[Results], object] = lambda scores: None,
 ) -> Results:
     """Scores by (kind, length, subject); a spent budget leaves the same trials of all subjects.
 
