@@ -63,7 +63,7 @@ install_import_hook(PACKAGE, "beartype.beartype")
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip the tests marked `gpu` where JAX sees no GPU; some long ones first, lest one process end on its own."""
-    items.sort(key=lambda item: item.path.name != "test_readme.py")
+    items.sort(key=lambda item: item.path.name not in ("test_real_model.py", "test_readme.py"))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and jax.default_backend() != "gpu":
         skip = pytest.mark.skip(reason=f"needs an NVIDIA GPU; JAX runs on {jax.default_backend()} here")
