@@ -135,10 +135,9 @@ def run_command(
 def leave(status: int) -> NoReturn:
     """Ends the process; after an interruption at once, without waiting for threads that still compile."""
     if status == 130:
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
         os._exit(status)
     raise SystemExit(status)
 
