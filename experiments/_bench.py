@@ -263,7 +263,8 @@ class Bench:
         def decode(label: str) -> Any:
             jitted = jax.jit(loop.decode_until, static_argnames=("decoding", "rounds"), donate_argnames="state")
             state, decoding = bare if label == PLAIN else shapes, self.decodings[label]
-            return jitted.lower(decoding=decoding, params=self.params, state=state, rounds=self.rounds)
+            most = np.int32(self.rounds)
+            return jitted.lower(decoding=decoding, params=self.params, state=state, rounds=self.rounds, most=most)
 
         def verify(label: str) -> Any:
             jitted = jax.jit(verify_rounds, static_argnames="decoding", donate_argnames="state")
@@ -288,12 +289,14 @@ class Bench:
     def prefill(self, state: DecodeState) -> DecodeState:
         return self._compiled["prefill",](params=self.params, state=state)[0]
 
-    def decode(self, label: str, state: DecodeState) -> Any:
-        """One call."""
+    def decode(self, label: str, state: DecodeState, rounds: int | None = None) -> Any:
+        """One call, of all its rounds if not told fewer."""
+        most = np.int32(min(rounds or self.rounds, self.rounds))
         if label != PLAIN or self.params.draft is None:  # without a head they are the same
             label = self.lanes.base if label == PLAIN else label
-            return self._compiled["decode", label](params=self.params, state=state)
-        new, out = self._compiled["decode", PLAIN](params=self.params, state=dataclasses.replace(state, drafter=None))
+            return self._compiled["decode", label](params=self.params, state=state, most=most)
+        bare = dataclasses.replace(state, drafter=None)
+        new, out = self._compiled["decode", PLAIN](params=self.params, state=bare, most=most)
         return dataclasses.replace(new, drafter=state.drafter), out
 
     def verified(self, label: str, state: DecodeState, rounds: int) -> DecodeState:
@@ -386,6 +389,11 @@ class Document:
         other.context = self.context
         return other
 
+    @property
+    def known(self) -> list[int]:
+        """Tokens before decoding: the text up to here, and the one that prefill emitted."""
+        return [*self.tokens[: self.context], int(self.state.history[0, self.context])]
+
     def run(self, pilot: Pilot) -> Run:
         """Decodes from here, with the strategies that the pilot chooses."""
         bench = self.bench
@@ -398,14 +406,16 @@ class Document:
         while running:
             context = self.context + len(tokens)
             decision = pilot.decide(context)
-            state, out = bench.decode(decision.label, state)
+            state, out = bench.decode(decision.label, state, decision.rounds)
             out, status = jax.device_get((out, state.status))  # one transfer
             running = status[0] == RUNNING
             happened = out.emitted[0] > 0
             accepted = tuple(out.accepted[0][happened].tolist())
             seconds = time.perf_counter() - began
-            pilot.observe(Observed(label=decision.label, context=context, accepted=accepted, seconds=seconds))
             new = out.tokens[0, : int(out.count[0])].tolist()
+            pilot.observe(
+                Observed(label=decision.label, context=context, accepted=accepted, seconds=seconds, tokens=new)
+            )
             tokens += new
             before, began = began, time.perf_counter()
             calls.append(Call(decision=decision, seconds=began - before, accepted=accepted, emitted=len(new)))

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser, new_tokens: int) -> None:
     parser.add_argument("--implementation", default=None, help="of the attention; default: the fastest that fits")
     parser.add_argument("--max-new-tokens", type=int, default=new_tokens)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=8, help="rounds a call, between two decisions of the planner")
+    parser.add_argument("--rounds", type=int, default=32, help="rounds a call at most; the planner asks for fewer")
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a prefill pass")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--restart", action="store_true", help="measure again what the output holds")

@@ -163,7 +163,7 @@ def measure(
     for _ in range(args.repeats):
         for label in fixed:
             runs[label].append(document.run(Fixed(label)))
-        pilot = Timed(Controller(profile, candidates))
+        pilot = Timed(Controller(profile, candidates, known=document.known))
         runs["planned"].append(document.run(pilot))
         host.append(1e6 * pilot.seconds / max(pilot.calls, 1))
     plain = runs[PLAIN][0].tokens

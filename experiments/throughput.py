@@ -212,7 +212,7 @@ class Measurement:
             for system in wing.systems:
                 if system == "full":
                     assert profile is not None
-                    pilot = Controller(profile, candidates, allowed=PrecisionClass.STRICT)
+                    pilot = Controller(profile, candidates, allowed=PrecisionClass.STRICT, known=document.known)
                     runs[system].append(document.run(pilot))
                 else:
                     runs[system].append(document.run(Fixed(labels[system])))
@@ -329,6 +329,9 @@ def main() -> None:
         "--dense-draft-model", type=Path, default=None, help="head for dense; default: the sparse one's"
     )
     parser.add_argument("--contexts", nargs="+", type=int, default=[8192, 16384, 32768, 65536])
+    parser.add_argument(
+        "--theta", type=float, default=None, help="rotary base of the model, for contexts beyond its training's"
+    )
     parser.add_argument("--documents", type=int, default=2)
     parser.add_argument("--profile-documents", type=int, default=2)
     parser.add_argument("--naive", default=None, metavar="LABEL", help="tree of naive speculation, and over dense")
@@ -350,6 +353,12 @@ def main() -> None:
     model = (
         evaluation.smoke_model() if args.smoke else evaluation.load_model(args.model, args.attention, args.nsa_config)
     )
+    if args.theta is not None:
+        if args.theta < model.config.rope.theta:
+            raise UsageError(
+                f"--theta must be at least the model's own {model.config.rope.theta:g}, got {args.theta:g}"
+            )
+        model = model.with_theta(args.theta)
     if "nsa" in args.attentions and model.config.nsa is None:
         raise UsageError(f"{args.model}: its attention is dense; name a sparse model, or --attentions dense")
     head = _subject.find_head(model, args.draft_model, args.random_head) if args.draft == "eagle3" else None

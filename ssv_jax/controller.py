@@ -5,6 +5,7 @@ Imports no jax. A run asks `Controller.decide` before every call to the device a
 
 Acceptance is modelled by drafter, not by tree: a text makes the drafter better or worse at each depth by the same
 factor for all its trees, and the profile says how the trees differ. So a round of one tree tells about the others.
+And what prompt lookup would have drafted follows from the text, so any round tells about that too (`hindsight`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
+from .hindsight import Hindsight, LookupShape
 from .profiles import Profile, expected_tokens
-from .strategy import PrecisionClass
+from .strategy import PrecisionClass, Strategy
 
 Kind = Literal["start", "keep", "switch", "probe", "return"]
+LOOKUP = "ngram"  # the drafter whose drafts follow from the text
+MOST_ROUNDS = 1024  # of a call that is asked for; who runs it may have fewer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +29,9 @@ class Settings:
     """How readily the controller moves. A call is several rounds on the device.
 
     Args:
+      short: rounds of the first call and of the first after a change; each call after it has twice as many as the one
+        before. Short ones let it change its mind early, long ones cost the host less.
+      text_rounds: the last rounds of prompt lookup over the prompt that count as evidence.
       half_life: rounds after which evidence counts half.
       prior: rounds of evidence that the profile's acceptance is worth.
       gain: relative gain in tokens per second that a switch must promise.
@@ -32,14 +39,16 @@ class Settings:
       recent: see `back_gain`.
       dwell: calls after a switch before the next one.
       collapse: shortfall against autoregressive decoding at which `dwell` does not hold.
-      probe_after: calls until a drafter that is not in use is tried for one call; doubles after each trial that
-        changes nothing, up to `probe_limit`.
+      probe_after: rounds until a drafter with a network that is not in use is tried for one call; doubles after each
+        trial that changes nothing, up to `probe_limit`.
       probe_limit: see `probe_after`.
       sharing_off, sharing_on: overlaps below which shared strategies are out, and above which they are in again.
       overlap_memory: weight of the past in the overlap's moving average.
       clock: correct the profile's costs by the run's own times. Without it decisions depend on tokens alone.
     """
 
+    short: int = 4
+    text_rounds: int = 8
     half_life: float = 32.0
     prior: float = 4.0
     gain: float = 0.05
@@ -47,8 +56,8 @@ class Settings:
     recent: int = 8
     dwell: int = 2
     collapse: float = 0.10
-    probe_after: int = 8
-    probe_limit: int = 256
+    probe_after: int = 96
+    probe_limit: int = 8192
     sharing_off: float = 0.5
     sharing_on: float = 0.6
     overlap_memory: float = 0.75
@@ -65,6 +74,7 @@ class Decision:
       reason: for people.
       context: tokens known.
       bucket: context of the profile that this falls into.
+      rounds: of the call at most, None for as many as a call can have.
       estimates: expected tokens per second, best first; 0 for strategies that are out.
     """
 
@@ -73,6 +83,7 @@ class Decision:
     reason: str
     context: int
     bucket: int
+    rounds: int | None = None
     estimates: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
@@ -92,6 +103,7 @@ class Observed:
       accepted: drafts accepted in each of its rounds.
       seconds: wall time.
       overlap: mean block overlap of consecutive nodes, None where unknown.
+      tokens: that it emitted; needed for prompt lookup in hindsight alone.
     """
 
     label: str
@@ -99,6 +111,7 @@ class Observed:
     accepted: Sequence[int]
     seconds: float
     overlap: float | None = None
+    tokens: Sequence[int] = ()
 
 
 @runtime_checkable
@@ -184,6 +197,8 @@ class Controller:
       labels: the candidates; one must be autoregressive, and all must share one layer plan.
       allowed: no candidate may deviate more.
       settings: see `Settings`.
+      known: tokens before the first call: the prompt, and what prefill emitted. Without them, prompt lookup is tried
+        like any other drafter.
 
     Raises:
       ValueError: candidates that do not fit that.
@@ -196,6 +211,7 @@ class Controller:
         *,
         allowed: PrecisionClass = PrecisionClass.LOSSLESS,
         settings: Settings | None = None,
+        known: Sequence[int] = (),
     ) -> None:
         self._settings = settings or Settings()
         self._profile = profile
@@ -226,11 +242,29 @@ class Controller:
         self._home: str | None = None  # where a running probe returns to
         self._interval = dict.fromkeys(self._evidence, self._settings.probe_after)
         self._due = dict(self._interval)
+        self._rounds = 0  # done
+        self._length = self._home_length = self._settings.short  # rounds of the next call
+        self._lookup = self._hindsight = None
+        shapes = {label: _lookup_shape(entry.strategy) for label, entry in self._entries.items()}
+        lookups = {label: shape for label, shape in shapes.items() if shape is not None}
+        if known and lookups:
+            self._lookup = max(lookups, key=lambda label: lookups[label].num_nodes)
+            played = min(len(known) - 1, self._settings.text_rounds * (self._entries[self._lookup].max_depth + 1))
+            self._hindsight = Hindsight(lookups[self._lookup], known[: len(known) - played])
+            self._learn(self._hindsight.add(known[len(known) - played :])[-self._settings.text_rounds :])
 
     def decide(self, context: int) -> Decision:
         """The next call's strategy, with `context` tokens known."""
         estimates = self.estimates(context)
         label, kind, reason = self._choose(estimates, context)
+        if kind == "keep":
+            self._length = min(2 * self._length, MOST_ROUNDS)
+        elif kind == "return":
+            self._length = self._home_length
+        else:
+            if kind == "probe":
+                self._home_length = self._length
+            self._length = self._settings.short
         if label != self._current:
             if self._current is not None:
                 self._left[self._current] = self._call
@@ -243,6 +277,7 @@ class Controller:
             reason=reason,
             context=context,
             bucket=self._profile.bucket(context),
+            rounds=self._length,
             estimates=tuple(sorted(estimates.items(), key=lambda item: -item[1])),
         )
 
@@ -252,15 +287,20 @@ class Controller:
         if rounds == 0:
             return
         self._call += 1
+        self._rounds += rounds
         entry = self._entries[seen.label]
         drafter = entry.strategy.draft
         for name, evidence in self._evidence.items():
-            if name != drafter:
+            if name != drafter and (name != LOOKUP or self._hindsight is None):
                 evidence.stale += rounds
         if drafter in self._evidence:
             self._evidence[drafter].add(self._chances[seen.label], seen.accepted, settings.half_life)
             if self._home is None:
-                self._due[drafter] = self._call + self._interval[drafter]
+                self._due[drafter] = self._rounds + self._interval[drafter]
+        if self._hindsight is not None:
+            missed = self._hindsight.add(seen.tokens)
+            if drafter != LOOKUP:
+                self._learn(missed)
         if seen.overlap is not None:
             memory = settings.overlap_memory
             past = seen.overlap if self._overlap is None else self._overlap
@@ -268,11 +308,17 @@ class Controller:
             self._sharing = (
                 self._overlap >= settings.sharing_off if self._sharing else self._overlap > settings.sharing_on
             )
-        if settings.clock and seen.seconds > 0:
+        # What a call costs beside its rounds would make short ones look slow.
+        if settings.clock and seen.seconds > 0 and 2 * rounds >= self._profile.provenance.rounds_per_call:
             sample = math.log(1000 * seen.seconds / rounds / entry.round_ms(seen.context))
             past = self._drift(seen.label)
             # A call that the machine delayed may not decide alone.
             self._speed[seen.label] = past + 0.25 * max(-0.7, min(0.7, sample - past))
+
+    def _learn(self, accepted: Sequence[int]) -> None:
+        """What prompt lookup would have had accepted."""
+        if accepted and self._lookup is not None:
+            self._evidence[LOOKUP].add(self._chances[self._lookup], accepted, self._settings.half_life)
 
     def estimates(self, context: int) -> dict[str, float]:
         """Expected tokens per second of every candidate, from profile and evidence; 0 for those that are out."""
@@ -341,7 +387,9 @@ class Controller:
         current = self._current
         assert current is not None
         for drafter, due in self._due.items():
-            if drafter == self._drafter(current) or self._call < due:
+            if drafter == self._drafter(current) or self._rounds < due:
+                continue
+            if drafter == LOOKUP and self._hindsight is not None:
                 continue
             if self._ceiling(drafter, context) <= estimates[current] * (1 + self._settings.gain):
                 continue
@@ -359,8 +407,16 @@ class Controller:
             self._drafter(best) == drafter and estimates[best] > estimates[home] * (1 + settings.gain)
         ):
             self._interval[drafter] = settings.probe_after
-            self._due[drafter] = self._call + self._interval[drafter]
+            self._due[drafter] = self._rounds + self._interval[drafter]
             return best, "switch", "the probe paid"
         self._interval[drafter] = min(2 * self._interval[drafter], settings.probe_limit)
-        self._due[drafter] = self._call + self._interval[drafter]
-        return home, "return", f"{drafter} does not pay now; next probe in {self._interval[drafter]} calls"
+        self._due[drafter] = self._rounds + self._interval[drafter]
+        return home, "return", f"{drafter} does not pay now; next probe in {self._interval[drafter]} rounds"
+
+
+def _lookup_shape(strategy: Strategy) -> LookupShape | None:
+    """Of a strategy that drafts by prompt lookup."""
+    size = strategy.size
+    if strategy.draft != LOOKUP or size is None:
+        return None
+    return LookupShape(depth=size.depth, branches=size.topk, num_nodes=size.nodes)

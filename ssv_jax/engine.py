@@ -51,7 +51,6 @@ _PREFILL_SIZES = (16, 64, 256, 512)
 _SMALLEST_CAPACITY = 256
 # Rounds per call: enough to hide the host (about 0.3 ms on a GPU), few enough for text to flow (30 ms on a CPU).
 _ROUNDS: dict[Platform, int] = {"cpu": 8, "gpu": 32}
-_PLANNED_ROUNDS = 8  # on any platform: a planner decides between calls
 
 
 def _no_progress(stage: str, done: int, total: int) -> None:
@@ -172,7 +171,7 @@ class Engine:
             )
         self.variants = Variants(mesh)
         self.least_capacity = _SMALLEST_CAPACITY  # more of it makes prompts of more lengths share executables
-        self.rounds_per_call = _ROUNDS[_platform()] if self._planner is None else _PLANNED_ROUNDS
+        self.rounds_per_call = _ROUNDS[_platform()]
 
     @classmethod
     def load(
@@ -380,8 +379,6 @@ class Engine:
         ready = variants.prepare(work, lambda done: self._progress("compile", done, len(work)))
         steps = dict(zip(jobs, ready, strict=False))
         calls = dict(zip(ahead, ready[len(jobs) :], strict=True))
-        pilot = self._pilot(options)
-
         began = time.perf_counter()
         done = 0
         for size in sizes:
@@ -391,6 +388,7 @@ class Engine:
             self._progress("prefill", done, len(ids))
         check_finite(state, 0)
         tokens = [int(state.history[0, len(ids)])]
+        pilot = self._pilot(options, [*ids, *tokens])
         prefill_seconds = time.perf_counter() - began
 
         scanner = StopScanner(self.tokenizer, options.stop)
@@ -406,7 +404,7 @@ class Engine:
                 decoding = decodings[decision.label]
                 calls[decision.label] = self.variants.decode(decoding, self._params, state, rounds)
                 began = time.perf_counter() - decode_seconds
-            state, out = calls[decision.label](self._params, state)
+            state, out = calls[decision.label](self._params, state, min(decision.rounds or rounds, rounds))
             sums = (state.stats.overlap, state.stats.overlap_count) if self._planner else (0.0, 0.0)
             out, sums = jax.device_get((out, sums))  # one transfer a call
             new = out.tokens[0, : int(out.count[0])].tolist()
@@ -421,6 +419,7 @@ class Engine:
                         accepted=out.accepted[0][happened].tolist(),
                         seconds=decode_seconds - spent,
                         overlap=log.overlap,
+                        tokens=new,
                     )
                 )
             tokens += new
@@ -452,10 +451,10 @@ class Engine:
             | ({"planner": log.summary()} if self._planner else {}),
         )
 
-    def _pilot(self, options: GenerationOptions) -> Pilot:
+    def _pilot(self, options: GenerationOptions, known: list[int]) -> Pilot:
         if self._planner is None:
             return Fixed(self.strategy.label)
-        return self._planner.pilot(tuple(self.lanes.strategies), self._allowed, options.sampling.greedy)
+        return self._planner.pilot(tuple(self.lanes.strategies), self._allowed, options.sampling.greedy, known)
 
     def _stats(self, stats: RoundStats) -> dict[str, Any]:
         host = jax.device_get(stats)

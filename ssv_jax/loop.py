@@ -339,7 +339,9 @@ def _count(
     )
 
 
-def decode_until(decoding: Decoding, params: Params, state: DecodeState, rounds: int) -> tuple[DecodeState, Emitted]:
+def decode_until(
+    decoding: Decoding, params: Params, state: DecodeState, rounds: int, most: Int[Array, ""] | None = None
+) -> tuple[DecodeState, Emitted]:
     """Up to `rounds` rounds on the device, fewer when every sequence has finished.
 
     Args:
@@ -347,6 +349,7 @@ def decode_until(decoding: Decoding, params: Params, state: DecodeState, rounds:
       params: of target and drafter.
       state: after prefill.
       rounds: static bound.
+      most: rounds of this call, where fewer than `rounds`.
 
     Returns:
       The state after, and all tokens emitted by this call.
@@ -364,12 +367,13 @@ def decode_until(decoding: Decoding, params: Params, state: DecodeState, rounds:
         emitted=zeros,
     )
     first, drafter = state.round, decoding.drafter
+    bound = rounds if most is None else jnp.minimum(most, rounds)
     if isinstance(drafter, Observing):
         entered = drafter.enter(state.drafter, rounds, decoding.config.hidden_size)
         state = dataclasses.replace(state, drafter=entered)
 
     def running(carry: tuple[DecodeState, Emitted]) -> Bool[Array, ""]:
-        return (carry[0].status == RUNNING).any() & (carry[0].round - first < rounds)
+        return (carry[0].status == RUNNING).any() & (carry[0].round - first < bound)
 
     def step(carry: tuple[DecodeState, Emitted]) -> tuple[DecodeState, Emitted]:
         state, out = carry

@@ -132,8 +132,15 @@ class Planner(Protocol):
         """
         ...
 
-    def pilot(self, labels: Sequence[str], allowed: PrecisionClass, greedy: bool) -> Pilot:
-        """Who chooses in one run, and whether all executables are compiled before it."""
+    def pilot(self, labels: Sequence[str], allowed: PrecisionClass, greedy: bool, known: Sequence[int] = ()) -> Pilot:
+        """Who chooses in one run.
+
+        Args:
+          labels: of the strategies that the run may use.
+          allowed: no strategy may deviate more.
+          greedy: whether tokens are the most likely ones.
+          known: tokens before the first call.
+        """
         ...
 
     @property
@@ -227,10 +234,10 @@ class ProfilePlanner:
             return (f"the profile was measured on {about.device}, this is {device}: first choices may be poor",)
         return ()
 
-    def pilot(self, labels: Sequence[str], allowed: PrecisionClass, greedy: bool) -> Pilot:
+    def pilot(self, labels: Sequence[str], allowed: PrecisionClass, greedy: bool, known: Sequence[int] = ()) -> Pilot:
         """A controller. Where tokens are drawn it does without the clock, so that a seed repeats its tokens."""
         settings = dataclasses.replace(self._settings, clock=self._settings.clock and greedy)
-        return Controller(self.profile, labels, allowed=allowed, settings=settings)
+        return Controller(self.profile, labels, allowed=allowed, settings=settings, known=known)
 
 
 class Manual:
@@ -253,7 +260,7 @@ class Manual:
         """See `Planner`; all of them."""
         return self._strategies
 
-    def pilot(self, labels: Sequence[str], allowed: PrecisionClass, greedy: bool) -> Pilot:
+    def pilot(self, labels: Sequence[str], allowed: PrecisionClass, greedy: bool, known: Sequence[int] = ()) -> Pilot:
         """See `Planner`."""
         return _ManualPilot(self)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import loop
@@ -77,8 +78,9 @@ class Variants:
         return self._get(loop.prefill_chunk, decoding, params, state, "size", size)
 
     def decode(self, decoding: Decoding, params: Any, state: DecodeState, rounds: int) -> Callable[..., Any]:
-        """`loop.decode_until` of this many rounds, as a function of (params, state); donates the state."""
-        return self._get(loop.decode_until, decoding, params, state, "rounds", rounds)
+        """`loop.decode_until` of so many rounds or fewer, as a function of (params, state, most); donates the state."""
+        call = self._get(loop.decode_until, decoding, params, state, "rounds", rounds, most=np.int32(rounds))
+        return lambda params, state, most=rounds: call(params, state, most=np.int32(most))
 
     def _get(
         self,
@@ -88,6 +90,7 @@ class Variants:
         state: DecodeState,
         static: str,
         value: int,
+        **numbers: np.int32,
     ) -> Callable[..., Any]:
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(state))
         key = (function.__name__, decoding, value, shapes)
@@ -103,9 +106,9 @@ class Variants:
                 donate_argnames=("state",),
                 out_shardings=shardings,
             )
-            lowered = jitted.lower(decoding=decoding, params=params, state=state, **{static: value})
+            lowered = jitted.lower(decoding=decoding, params=params, state=state, **{static: value}, **numbers)
             executable = lowered.compile(compiler_options())
-            self._executables[key] = lambda params, state: executable(params=params, state=state)
+            self._executables[key] = lambda params, state, **more: executable(params=params, state=state, **more)
             seconds = time.perf_counter() - began
             with self._lock:
                 self.compilations += 1

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from ssv_jax.controller import Controller, Decision, Fixed, Observed, Settings
+from ssv_jax.controller import MOST_ROUNDS, Controller, Decision, Fixed, Observed, Settings
+from ssv_jax.hindsight import Hindsight, LookupShape
 from ssv_jax.profiles import Acceptance, Entry, Profile, Provenance, RoundCost, expected_tokens
 from ssv_jax.strategy import PrecisionClass, Strategy
 
@@ -70,7 +71,7 @@ def run(
         entry = table.entry(decision.label)
         ms, accepted, start, cost = 0.0, [], at, entry.round_ms(context + at) * slow(at, decision.label)
         chances, drafter = TRUE_CHANCES[decision.label], entry.strategy.draft
-        for _ in range(rounds):
+        for _ in range(min(rounds, decision.rounds or rounds)):
             factor = text(at).get(drafter, 1.0)
             kept = 0
             for chance in chances:
@@ -199,7 +200,7 @@ def test_dwell_and_probes_are_kept():
     """No second switch within the dwell, probes last one call, and they grow rare where they change nothing."""
     _, decisions = run(Controller(profile(), EXACT), useless, 40000)
     probes = [i for i, decision in enumerate(decisions) if decision.kind == "probe"]
-    assert 2 <= len(probes) <= 18
+    assert 2 <= len(probes) <= 24
     for i in probes[:-1]:
         assert decisions[i + 1].kind in ("return", "switch")
     eagle = [i for i in probes if decisions[i].label.startswith("eagle3")]
@@ -248,3 +249,66 @@ def test_without_the_clock_decisions_follow_tokens_alone():
         for x in (1.0, 3.0)
     ]
     assert [d.label for d in runs[0]] == [d.label for d in runs[1]]
+
+
+def read_aloud(pilot: Controller, text: list[int], start: int, calls: int) -> list[Decision]:
+    """Decisions over a known text, where the network's drafts fare as profiled and prompt lookup as the text has it."""
+    table, rng, at, decisions = profile(), random.Random(0), start, []
+    shape = LookupShape(depth=7, branches=1, num_nodes=8)
+    for _ in range(calls):
+        decision = pilot.decide(at)
+        decisions.append(decision)
+        played = Hindsight(shape, text[:at])
+        accepted, begin = [], at
+        for count in played.add(text[at:])[: decision.rounds] if "ngram" in decision.label else ():
+            accepted.append(count)
+            at += count + 1
+        while len(accepted) < decision.rounds and "ngram" not in decision.label:
+            chances = TRUE_CHANCES[decision.label]
+            kept = next((i for i, chance in enumerate(chances) if rng.random() >= chance), len(chances))
+            accepted.append(kept)
+            at += kept + 1
+        seconds = len(accepted) * table.entry(decision.label).round_ms(begin) / 1000
+        seen = Observed(label=decision.label, context=begin, accepted=accepted, seconds=seconds, tokens=text[begin:at])
+        pilot.observe(seen)
+    return decisions
+
+
+def test_prompt_lookup_is_judged_by_the_text_without_a_trial():
+    """A probe where the text tells already; lookup that is missed in a text that repeats itself, or chosen in noise."""
+    rng = random.Random(1)
+    noise = [rng.randrange(5000) for _ in range(4000)]
+    labels = ("none", NARROW, LOOKUP)
+    for text, first, last in ((noise[:300] + noise[200:300] * 30, NARROW, LOOKUP), (noise, NARROW, NARROW)):
+        pilot = Controller(profile(), labels, known=text[:200])
+        decisions = read_aloud(pilot, text, 200, 8)
+        assert [decisions[0].label, decisions[-1].label] == [first, last]
+        assert all(decision.kind != "probe" or "ngram" not in decision.label for decision in decisions)
+    # The prompt counts too: of one that repeats itself, more of the same is expected.
+    repeating = Controller(profile(), labels, known=noise[:50] * 4)
+    plain = Controller(profile(), labels, known=noise[:200])
+    assert repeating.estimates(1024)[LOOKUP] > 1.3 * plain.estimates(1024)[LOOKUP]
+
+
+def test_lookups_own_rounds_count_once():
+    """Evidence twice as heavy as what was seen, where prompt lookup runs and its rounds are in hindsight as well."""
+    text = [*range(40)] * 20
+    with_text, without = Controller(profile(), EXACT, known=text[:41]), Controller(profile(), EXACT)
+    with_text._evidence["ngram"] = type(with_text._evidence["ngram"])([0.0] * 7, [0.0] * 7, [0.0] * 7)
+    for at in range(41, 105, 8):
+        tokens = text[at : at + 8]
+        seen = Observed(label=LOOKUP, context=at, accepted=[7], seconds=0.0, tokens=tokens)
+        for pilot in (with_text, without):
+            pilot.observe(seen)
+    assert with_text.estimates(1024)[LOOKUP] == pytest.approx(without.estimates(1024)[LOOKUP])
+
+
+def test_calls_grow_and_start_short_again():
+    """Long first calls cannot change their mind, short ones later cost the host; after a change, short again."""
+    _, decisions = run(Controller(profile(), EXACT), collapse, 12000)
+    assert [decision.rounds for decision in decisions[:3]] == [4, 8, 16]
+    for before, now in zip(decisions, decisions[1:], strict=False):
+        if now.kind == "keep":
+            assert now.rounds == min(2 * before.rounds, MOST_ROUNDS)
+        elif now.kind in ("switch", "probe"):
+            assert now.rounds == Settings().short
