@@ -51,7 +51,7 @@ class Hindsight:
           Drafts accepted in each round that the text now covers; a round that would reach past its end waits.
         """
         self._text += tokens
-        accepted = []
+        accepted: list[int] = []
         while (count := self._round()) is not None:
             accepted.append(count)
             self._start += count + 1
@@ -103,7 +103,8 @@ class Hindsight:
                 best[follower] = length, place
                 full += length == shape.max_ngram
             place = self._earlier[place]
-        room, drafts = shape.num_nodes - 1, []
+        room = shape.num_nodes - 1
+        drafts: list[Sequence[int]] = []
         for _, at in sorted(best.values(), reverse=True)[: shape.branches]:
             count = min(shape.depth, room)
             if count > 0:
