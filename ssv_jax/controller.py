@@ -29,10 +29,11 @@ class Settings:
     """How readily the controller moves. A call is several rounds on the device.
 
     Args:
-      short: rounds of the first call and of the first after a change; each call after it has twice as many as the one
-        before. Short ones let it change its mind early, long ones cost the host less.
-      text_rounds: the last rounds of prompt lookup over the prompt that count as evidence.
+      short: rounds of the first call: few, to change its mind early. What a call costs beside its rounds is worth some
+        of them on a fast device, so they grow.
+      growth: rounds of a call over those of the one before.
       half_life: rounds after which evidence counts half.
+      trial: rounds of a probe.
       prior: rounds of evidence that the profile's acceptance is worth.
       gain: relative gain in tokens per second that a switch must promise.
       back_gain: the same for a return to a strategy that was left within `recent` calls.
@@ -47,17 +48,18 @@ class Settings:
       clock: correct the profile's costs by the run's own times. Without it decisions depend on tokens alone.
     """
 
-    short: int = 4
-    text_rounds: int = 8
+    short: int = 8
+    growth: int = 2
     half_life: float = 32.0
-    prior: float = 4.0
-    gain: float = 0.05
-    back_gain: float = 0.10
+    trial: int = 16
+    prior: float = 8.0
+    gain: float = 0.07
+    back_gain: float = 0.15
     recent: int = 8
-    dwell: int = 2
+    dwell: int = 1
     collapse: float = 0.10
-    probe_after: int = 96
-    probe_limit: int = 8192
+    probe_after: int = 64
+    probe_limit: int = 4096
     sharing_off: float = 0.5
     sharing_on: float = 0.6
     overlap_memory: float = 0.75
@@ -249,22 +251,18 @@ class Controller:
         lookups = {label: shape for label, shape in shapes.items() if shape is not None}
         if known and lookups:
             self._lookup = max(lookups, key=lambda label: lookups[label].num_nodes)
-            played = min(len(known) - 1, self._settings.text_rounds * (self._entries[self._lookup].max_depth + 1))
-            self._hindsight = Hindsight(lookups[self._lookup], known[: len(known) - played])
-            self._learn(self._hindsight.add(known[len(known) - played :])[-self._settings.text_rounds :])
+            self._hindsight = Hindsight(lookups[self._lookup], known)
 
     def decide(self, context: int) -> Decision:
         """The next call's strategy, with `context` tokens known."""
         estimates = self.estimates(context)
         label, kind, reason = self._choose(estimates, context)
-        if kind == "keep":
-            self._length = min(2 * self._length, MOST_ROUNDS)
+        if kind == "probe":
+            self._home_length, self._length = self._length, self._settings.trial
         elif kind == "return":
             self._length = self._home_length
-        else:
-            if kind == "probe":
-                self._home_length = self._length
-            self._length = self._settings.short
+        elif kind != "start":
+            self._length = min(self._settings.growth * self._length, MOST_ROUNDS)
         if label != self._current:
             if self._current is not None:
                 self._left[self._current] = self._call
@@ -297,10 +295,10 @@ class Controller:
             self._evidence[drafter].add(self._chances[seen.label], seen.accepted, settings.half_life)
             if self._home is None:
                 self._due[drafter] = self._rounds + self._interval[drafter]
-        if self._hindsight is not None:
-            missed = self._hindsight.add(seen.tokens)
-            if drafter != LOOKUP:
-                self._learn(missed)
+        if self._hindsight is not None and self._lookup is not None:
+            played = self._hindsight.add(seen.tokens)
+            if drafter != LOOKUP and played:
+                self._evidence[LOOKUP].add(self._chances[self._lookup], played, settings.half_life)
         if seen.overlap is not None:
             memory = settings.overlap_memory
             past = seen.overlap if self._overlap is None else self._overlap
@@ -314,11 +312,6 @@ class Controller:
             past = self._drift(seen.label)
             # A call that the machine delayed may not decide alone.
             self._speed[seen.label] = past + 0.25 * max(-0.7, min(0.7, sample - past))
-
-    def _learn(self, accepted: Sequence[int]) -> None:
-        """What prompt lookup would have had accepted."""
-        if accepted and self._lookup is not None:
-            self._evidence[LOOKUP].add(self._chances[self._lookup], accepted, self._settings.half_life)
 
     def estimates(self, context: int) -> dict[str, float]:
         """Expected tokens per second of every candidate, from profile and evidence; 0 for those that are out."""
