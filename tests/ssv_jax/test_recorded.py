@@ -91,7 +91,7 @@ def table(recordings):
 
 
 def test_regret_over_recorded_texts(recordings, table):
-    """At most 5% slower than the best fixed strategy in hindsight over all texts, and 3% than plain decoding in any long one.
+    """At most 5% slower than the best fixed strategy in hindsight over all texts, 3% than plain decoding in long ones.
 
     Texts of 256 tokens end after two calls of one strategy: the short call that planning starts with is 3% of them.
     """
