@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -354,10 +355,9 @@ def main() -> None:
         evaluation.smoke_model() if args.smoke else evaluation.load_model(args.model, args.attention, args.nsa_config)
     )
     if args.theta is not None:
-        if args.theta < model.config.rope.theta:
-            raise UsageError(
-                f"--theta must be at least the model's own {model.config.rope.theta:g}, got {args.theta:g}"
-            )
+        own = model.config.rope.theta
+        if not own <= args.theta < math.inf:
+            raise UsageError(f"--theta must be finite and at least the model's own {own:g}, got {args.theta:g}")
         model = model.with_theta(args.theta)
     if "nsa" in args.attentions and model.config.nsa is None:
         raise UsageError(f"{args.model}: its attention is dense; name a sparse model, or --attentions dense")

@@ -46,6 +46,9 @@ class Settings:
       sharing_off, sharing_on: overlaps below which shared strategies are out, and above which they are in again.
       overlap_memory: weight of the past in the overlap's moving average.
       clock: correct the profile's costs by the run's own times. Without it decisions depend on tokens alone.
+
+    Raises:
+      ValueError: rounds or a growth below 1.
     """
 
     short: int = 8
@@ -64,6 +67,11 @@ class Settings:
     sharing_on: float = 0.6
     overlap_memory: float = 0.75
     clock: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("short", "growth", "trial"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,7 +257,7 @@ class Controller:
         self._lookup = self._hindsight = None
         shapes = {label: _lookup_shape(entry.strategy) for label, entry in self._entries.items()}
         lookups = {label: shape for label, shape in shapes.items() if shape is not None}
-        if known and lookups:
+        if len(known) and lookups:
             self._lookup = max(lookups, key=lambda label: lookups[label].num_nodes)
             self._hindsight = Hindsight(lookups[self._lookup], known)
 
@@ -296,8 +304,9 @@ class Controller:
             if self._home is None:
                 self._due[drafter] = self._rounds + self._interval[drafter]
         if self._hindsight is not None and self._lookup is not None:
-            played = self._hindsight.add(seen.tokens)
-            if drafter != LOOKUP and played:
+            if drafter == LOOKUP:
+                self._hindsight.pass_over(seen.tokens)
+            elif played := self._hindsight.add(seen.tokens):
                 self._evidence[LOOKUP].add(self._chances[self._lookup], played, settings.half_life)
         if seen.overlap is not None:
             memory = settings.overlap_memory
@@ -306,8 +315,9 @@ class Controller:
             self._sharing = (
                 self._overlap >= settings.sharing_off if self._sharing else self._overlap > settings.sharing_on
             )
-        # What a call costs beside its rounds would make short ones look slow.
-        if settings.clock and seen.seconds > 0 and 2 * rounds >= self._profile.provenance.rounds_per_call:
+        # What a call costs beside its rounds makes short ones look slow: they count where no longer ones are to be had.
+        whole = 2 * rounds >= self._profile.provenance.rounds_per_call or rounds < self._length
+        if settings.clock and seen.seconds > 0 and whole:
             sample = math.log(1000 * seen.seconds / rounds / entry.round_ms(seen.context))
             past = self._drift(seen.label)
             # A call that the machine delayed may not decide alone.

@@ -422,6 +422,7 @@ class Engine:
                         tokens=new,
                     )
                 )
+                decode_seconds = time.perf_counter() - began
             tokens += new
             for name in trace:
                 trace[name] += getattr(out, name)[0][happened].tolist()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-MOST_MATCHES = 2048  # the latest ones that a round looks at: more would cost milliseconds in texts that repeat one word
+MOST_MATCHES = 256  # the latest ones that a round looks at: more would cost milliseconds in texts that repeat one word
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +56,11 @@ class Hindsight:
             accepted.append(count)
             self._start += count + 1
         return accepted
+
+    def pass_over(self, tokens: Iterable[int]) -> None:
+        """More of the text, that nothing is to be learnt from; the next round starts after it."""
+        self._text += tokens
+        self._start = len(self._text)
 
     def _round(self) -> int | None:
         """Drafts that the next round would have had accepted; None if the text ends too early to tell."""

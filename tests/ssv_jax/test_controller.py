@@ -164,6 +164,30 @@ def test_a_wrong_cost_is_corrected_by_the_clock():
     assert regret(steady, slow=slow, settings=Settings(clock=False)) > 0.2
 
 
+def test_the_clock_runs_where_no_call_is_long():
+    """A profile of long calls, an engine of short ones: at most 5% lost where the favourite is twice as slow."""
+    slow = lambda at, label: 2.0 if label == WIDE else 1.0  # noqa: E731
+    assert regret(steady, slow=slow, rounds=8) <= 0.05
+
+
+def test_the_first_short_call_does_not_set_the_clock():
+    """What a call costs beside its rounds, taken for the rounds' own cost."""
+    table = profile()
+    pilot = Controller(table, EXACT)
+    first = pilot.decide(1024)
+    before = pilot.estimates(1024)["none"]
+    seconds = 3 * first.rounds * table.entry(first.label).round_ms(1024) / 1000
+    pilot.observe(Observed(label=first.label, context=1024, accepted=[2] * first.rounds, seconds=seconds))
+    assert pilot.estimates(1024)["none"] == before
+
+
+def test_settings_are_checked():
+    """A call of no round, which would never end a run."""
+    for name in ("short", "growth", "trial"):
+        with pytest.raises(ValueError, match=f"{name} must be >= 1, got 0"):
+            Settings(**{name: 0})
+
+
 def test_small_calls_lose_no_more():
     """Calls of eight rounds, as on a CPU: noisier evidence, at most 3% as profiled and with useless drafts."""
     assert regret(steady, 5000, rounds=8) <= 0.03

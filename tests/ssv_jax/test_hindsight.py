@@ -42,14 +42,14 @@ def played(drafter: NgramDrafter, text: list[int], start: int) -> list[int]:
     return rounds
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(40))
 def test_rounds_are_the_drafters_own(seed):
     """Another match, branch, or period than the drafter's, at any shape of tree, however the text arrives."""
     rng = random.Random(seed)
     text = [rng.randrange(rng.choice([2, 3, 6, 20])) for _ in range(rng.randint(2, 60))]
     if seed % 2:
         text = (text * 3)[: len(text) + 20]
-    depth, branches, most = rng.randint(1, 5), rng.randint(1, 3), rng.randint(1, 4)
+    depth, branches, most = rng.randint(1, 8), rng.randint(1, 3), rng.randint(1, 6)
     sizes = {"depth": depth, "branches": branches, "num_nodes": rng.randint(2, depth * branches + 1)}
     sizes |= {"max_ngram": most, "min_ngram": rng.randint(1, most)}
     start = rng.randint(1, min(len(text), 10))
@@ -62,6 +62,20 @@ def test_rounds_are_the_drafters_own(seed):
     # A round whose whole draft fits, but not the token after it, is known only later.
     assert rounds == expected[: len(rounds)]
     assert len(expected) - len(rounds) <= 1
+
+
+def test_defaults_are_the_drafters():
+    """Matches of another length than the drafter's, where nothing is said."""
+    sizes = {"depth": 3, "branches": 1, "num_nodes": 4}
+    shape, drafter = LookupShape(**sizes), NgramDrafter(**sizes)
+    assert (shape.max_ngram, shape.min_ngram) == (drafter.max_ngram, drafter.min_ngram)
+
+
+def test_text_that_is_passed_over():
+    """Rounds over text that another round has covered, or matches that miss it."""
+    hindsight = Hindsight(LookupShape(depth=3, branches=1, num_nodes=4), [1, 2, 3])
+    hindsight.pass_over([4, 5, 6, 7, 8, 1, 2])
+    assert hindsight.add([3, 4, 5, 6]) == [3]
 
 
 def test_one_word_for_ever():

@@ -182,6 +182,22 @@ def test_samples_repeat_by_seed(model, manual, time_passes):
     assert set(runs[0].stats["planner"]["calls"]) == set(cost), "one strategy throughout shows nothing"
 
 
+def test_a_pilot_is_told_every_token_once(model):
+    """Prompt lookup in hindsight over a text that lacks a token, or has one twice."""
+    heard: list[int] = []
+
+    class Listening(Manual):
+        def pilot(self, labels, allowed, greedy, known=()):
+            heard.extend(known)
+            pilot = super().pilot(labels, allowed, greedy, known)
+            pilot.observe = lambda seen: heard.extend(seen.tokens)
+            return pilot
+
+    engine = Engine.load(model[0], planner=Listening([Strategy.parse("ngram:3x2x6")]))
+    got = engine.generate(PROMPT, max_new_tokens=40, ignore_eos=True)
+    assert heard == [*got.prompt_ids, *got.tokens]
+
+
 def test_precision_and_head_limit_the_candidates(model, manual):
     """A profile must not smuggle in a class that the user did not allow, nor a head that is not there."""
     shared = entry("ngram:3x2x6+group2+shared", 3, 0.5)

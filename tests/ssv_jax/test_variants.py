@@ -112,3 +112,19 @@ def test_what_is_collected_equals_what_is_observed_at_once(name):
         for row, length in enumerate(once.cache.length.tolist()):
             np.testing.assert_allclose(ours.k[row, :, :length], theirs.k[row, :, :length], rtol=1e-4, atol=1e-5)
             np.testing.assert_allclose(ours.v[row, :, :length], theirs.v[row, :, :length], rtol=1e-4, atol=1e-5)
+
+
+def test_a_call_of_fewer_rounds_than_its_executable():
+    """Rounds that a planner did not ask for, and more than there is room for."""
+    target = harness.model("overlapping")
+    decoding, params, variants = harness.decoding(target), target.params, Variants()
+    prompts = jnp.asarray(np.random.default_rng(0).integers(0, 9, (1, 14)), jnp.int32)
+    state = loop.init_state(decoding, prompts, jnp.array([14]), max_new_tokens=30, key=jax.random.key(0), capacity=64)
+    state, _ = harness.prefill_chunk(decoding, params, state, 16)
+    call, done = variants.decode(decoding, params, state, 8), []
+    for most in (3, 1, 8, 100):
+        state, out = call(params, state, most)
+        done.append(int((out.emitted[0] > 0).sum()))
+    assert done == [3, 1, 8, 8]
+    assert int((call(params, state)[1].emitted[0] > 0).sum()) == 8
+    assert variants.compilations == 1
