@@ -291,7 +291,7 @@ class Bench:
 
     def decode(self, label: str, state: DecodeState, rounds: int | None = None) -> Any:
         """One call, of all its rounds if not told fewer."""
-        most = np.int32(min(rounds or self.rounds, self.rounds))
+        most = np.int32(rounds or self.rounds)
         if label != PLAIN or self.params.draft is None:  # without a head they are the same
             label = self.lanes.base if label == PLAIN else label
             return self._compiled["decode", label](params=self.params, state=state, most=most)

@@ -214,7 +214,7 @@ def make_drafters(
     drafters: dict[str, Drafter] = {"none": NoDrafter()}
     if args.draft == "ngram":
         for name, tree in trees.items():
-            drafters[name] = NgramDrafter(depth=tree.depth, branches=tree.topk, num_nodes=tree.nodes)
+            drafters[name] = NgramDrafter.of(tree)
         return drafters, None
     strategies = {
         name: Strategy(draft="eagle3", tree=tree, draft_window=args.draft_window) for name, tree in trees.items()

@@ -15,9 +15,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
-from .hindsight import Hindsight, LookupShape
+from .hindsight import Hindsight
 from .profiles import Profile, expected_tokens
-from .strategy import PrecisionClass, Strategy
+from .strategy import LookupShape, PrecisionClass
 
 Kind = Literal["start", "keep", "switch", "probe", "return"]
 LOOKUP = "ngram"  # the drafter whose drafts follow from the text
@@ -250,16 +250,21 @@ class Controller:
         self._since = 0  # call of the last switch
         self._left: dict[str, int] = {}  # last call of strategies that were left
         self._home: str | None = None  # where a running probe returns to
-        self._interval = dict.fromkeys(self._evidence, self._settings.probe_after)
-        self._due = dict(self._interval)
         self._rounds = 0  # done
         self._length = self._home_length = self._settings.short  # rounds of the next call
-        self._lookup = self._hindsight = None
-        shapes = {label: _lookup_shape(entry.strategy) for label, entry in self._entries.items()}
-        lookups = {label: shape for label, shape in shapes.items() if shape is not None}
+        self._hindsight: Hindsight | None = None
+        lookups = {
+            label: LookupShape.of(size)
+            for label, entry in self._entries.items()
+            if entry.strategy.draft == LOOKUP and (size := entry.strategy.size)
+        }
         if len(known) and lookups:
-            self._lookup = max(lookups, key=lambda label: lookups[label].num_nodes)
-            self._hindsight = Hindsight(lookups[self._lookup], known)
+            label = max(lookups, key=lambda label: lookups[label].num_nodes)
+            self._hindsight, self._foreseen = Hindsight(lookups[label], known), self._chances[label]
+        # Drafters that only trials tell about, while they are not in use: rounds between trials, and when one is due.
+        tried = [name for name in self._evidence if name != LOOKUP or self._hindsight is None]
+        self._interval = dict.fromkeys(tried, self._settings.probe_after)
+        self._due = dict(self._interval)
 
     def decide(self, context: int) -> Decision:
         """The next call's strategy, with `context` tokens known."""
@@ -296,18 +301,18 @@ class Controller:
         self._rounds += rounds
         entry = self._entries[seen.label]
         drafter = entry.strategy.draft
-        for name, evidence in self._evidence.items():
-            if name != drafter and (name != LOOKUP or self._hindsight is None):
-                evidence.stale += rounds
+        for name in self._due:
+            if name != drafter:
+                self._evidence[name].stale += rounds
         if drafter in self._evidence:
             self._evidence[drafter].add(self._chances[seen.label], seen.accepted, settings.half_life)
-            if self._home is None:
+            if self._home is None and drafter in self._due:
                 self._due[drafter] = self._rounds + self._interval[drafter]
-        if self._hindsight is not None and self._lookup is not None:
+        if self._hindsight is not None:
             if drafter == LOOKUP:
                 self._hindsight.pass_over(seen.tokens)
             elif played := self._hindsight.add(seen.tokens):
-                self._evidence[LOOKUP].add(self._chances[self._lookup], played, settings.half_life)
+                self._evidence[LOOKUP].add(self._foreseen, played, settings.half_life)
         if seen.overlap is not None:
             memory = settings.overlap_memory
             past = seen.overlap if self._overlap is None else self._overlap
@@ -392,8 +397,6 @@ class Controller:
         for drafter, due in self._due.items():
             if drafter == self._drafter(current) or self._rounds < due:
                 continue
-            if drafter == LOOKUP and self._hindsight is not None:
-                continue
             if self._ceiling(drafter, context) <= estimates[current] * (1 + self._settings.gain):
                 continue
             own = [label for label in estimates if self._drafter(label) == drafter and not self._out(label)]
@@ -415,11 +418,3 @@ class Controller:
         self._interval[drafter] = min(2 * self._interval[drafter], settings.probe_limit)
         self._due[drafter] = self._rounds + self._interval[drafter]
         return home, "return", f"{drafter} does not pay now; next probe in {self._interval[drafter]} rounds"
-
-
-def _lookup_shape(strategy: Strategy) -> LookupShape | None:
-    """Of a strategy that drafts by prompt lookup."""
-    size = strategy.size
-    if strategy.draft != LOOKUP or size is None:
-        return None
-    return LookupShape(depth=size.depth, branches=size.topk, num_nodes=size.nodes)

@@ -6,33 +6,18 @@ drafted it, is the target's. So every token that a run emits tells how prompt lo
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 
+from .strategy import LookupShape
+
 MOST_MATCHES = 256  # the latest ones that a round looks at: more would cost milliseconds in texts that repeat one word
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LookupShape:
-    """What `drafting.ngram.NgramDrafter` is made of; see there.
-
-    Args:
-      depth, branches, num_nodes: of its tree.
-      max_ngram, min_ngram: tokens that a match compares at most, and needs at least.
-    """
-
-    depth: int
-    branches: int
-    num_nodes: int
-    max_ngram: int = 4
-    min_ngram: int = 2
 
 
 class Hindsight:
     """Plays prompt lookup over a growing text: round after round, each from where the one before ended.
 
     Args:
-      shape: of its drafts.
+      shape: of its drafts, which are those of `drafting.ngram.NgramDrafter`.
       known: the text so far, at least one token; the first round drafts what follows the last one.
     """
 

@@ -349,7 +349,7 @@ def decode_until(
       params: of target and drafter.
       state: after prefill.
       rounds: static bound.
-      most: rounds of this call, where fewer than `rounds`.
+      most: rounds of this call at most; None for `rounds`, which also bounds it.
 
     Returns:
       The state after, and all tokens emitted by this call.

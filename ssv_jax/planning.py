@@ -99,7 +99,7 @@ def build_lanes(
         if size is None or strategy.draft == "ngram":
             own: Drafter = NoDrafter()
             if size is not None:
-                own = NgramDrafter(depth=size.depth, branches=size.topk, num_nodes=size.nodes)
+                own = NgramDrafter.of(size)
             drafters[strategy.label] = own if network is None else Observing(proposer=own, observer=network)
             continue
         assert isinstance(network, Eagle3Drafter)

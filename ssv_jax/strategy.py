@@ -64,6 +64,43 @@ class TreeSpec:
             )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class LookupShape:
+    """What prompt lookup drafts.
+
+    Args:
+      depth: tokens of each branch.
+      branches: matches that are continued.
+      num_nodes: nodes of the tree, root included; later branches are cut short to fit.
+      max_ngram, min_ngram: tokens that a match compares at most, and needs at least.
+
+    Raises:
+      ValueError: a value out of range.
+    """
+
+    depth: int
+    branches: int
+    num_nodes: int
+    max_ngram: int = 4
+    min_ngram: int = 2
+
+    def __post_init__(self) -> None:
+        if self.depth < 1 or self.branches < 1:
+            raise ValueError(f"depth and branches must be >= 1, got {self.depth} and {self.branches}")
+        if not 2 <= self.num_nodes <= self.depth * self.branches + 1:
+            raise ValueError(
+                f"nodes={self.num_nodes} must be between 2 and {self.depth * self.branches + 1}, what "
+                f"{self.branches} branches of depth {self.depth} and the root give"
+            )
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise ValueError(f"need 1 <= min_ngram <= max_ngram, got {self.min_ngram} and {self.max_ngram}")
+
+    @classmethod
+    def of[Shape: LookupShape](cls: type[Shape], tree: TreeSpec) -> Shape:
+        """Of a tree of this size, whose `topk` is the number of branches."""
+        return cls(depth=tree.depth, branches=tree.topk, num_nodes=tree.nodes)
+
+
 DRAFTERS = ("none", "ngram", "eagle3")
 MOST_WINDOW = 1 << 30  # tokens; positions are 32-bit integers
 AUTO = "auto"  # the engine decides, see `drafting.build.settle`

@@ -147,7 +147,7 @@ def build_drafter(
     if size is None:
         return NoDrafter(), None
     if strategy.draft == "ngram":
-        return NgramDrafter(depth=size.depth, branches=size.topk, num_nodes=size.nodes), None
+        return NgramDrafter.of(size), None
     assert draft_model is not None
     return load_drafter(
         draft_model,

@@ -8,41 +8,20 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int, PRNGKeyArray
 
+from ..strategy import LookupShape
 from ..tree import DraftTree
 from .protocol import Observation, Params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class NgramDrafter:
+class NgramDrafter(LookupShape):
     """Continues the longest, then most recent, earlier matches of the sequence's last tokens.
 
     A match that reaches the end of the sequence is continued periodically. Branches start with different tokens;
-    a branch without a match is padding.
-
-    Args:
-      depth: tokens of each branch.
-      branches: matches that are continued.
-      num_nodes: nodes of the tree, root included; later branches are cut short to fit.
-      max_ngram, min_ngram: tokens that a match compares at most, and needs at least.
+    a branch without a match is padding. Arguments and errors are those of `LookupShape`.
     """
 
-    depth: int
-    branches: int
-    num_nodes: int
-    max_ngram: int = 4
-    min_ngram: int = 2
     taps: tuple[int, ...] = dataclasses.field(default=(), init=False)
-
-    def __post_init__(self) -> None:
-        if self.depth < 1 or self.branches < 1:
-            raise ValueError(f"depth and branches must be >= 1, got {self.depth} and {self.branches}")
-        if not 2 <= self.num_nodes <= self.depth * self.branches + 1:
-            raise ValueError(
-                f"nodes={self.num_nodes} must be between 2 and {self.depth * self.branches + 1}, what "
-                f"{self.branches} branches of depth {self.depth} and the root give"
-            )
-        if not 1 <= self.min_ngram <= self.max_ngram:
-            raise ValueError(f"need 1 <= min_ngram <= max_ngram, got {self.min_ngram} and {self.max_ngram}")
 
     @property
     def max_depth(self) -> int:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from ssv_jax.controller import MOST_ROUNDS, Controller, Decision, Fixed, Observed, Settings
-from ssv_jax.hindsight import Hindsight, LookupShape
+from ssv_jax.hindsight import Hindsight
 from ssv_jax.profiles import Acceptance, Entry, Profile, Provenance, RoundCost, expected_tokens
-from ssv_jax.strategy import PrecisionClass, Strategy
+from ssv_jax.strategy import LookupShape, PrecisionClass, Strategy
 
 ROUNDS = 32  # of a call
 WIDE, NARROW, LOOKUP, SHARED = "eagle3:5x8x32+group4", "eagle3:3x2x8", "ngram:7x1x8", "eagle3:5x8x32+group4+shared"
@@ -103,6 +103,7 @@ def regret(text: Text, tokens: int = 12000, labels=EXACT, settings: Settings | N
 
 # Lambdas: the typing hook of the tests would wrap functions, and these are called for every round.
 POOR = {"eagle3": 0.05, "ngram": 0.05}
+TURNS = ({"eagle3": 0.7, "ngram": 3.8}, {"ngram": 0.5})
 steady: Text = lambda at: {}  # noqa: E731
 useless: Text = lambda at: POOR  # noqa: E731
 copied: Text = lambda at: {"eagle3": 0.6, "ngram": 3.8 if at > 1500 else 0.5}  # noqa: E731
@@ -222,7 +223,7 @@ def test_no_flapping_between_equals():
 
 def test_dwell_and_probes_are_kept():
     """No second switch within the dwell, probes last one call, and they grow rare where they change nothing."""
-    _, decisions = run(Controller(profile(), EXACT), useless, 40000)
+    _, decisions = run(Controller(profile(), EXACT, settings=Settings(dwell=2)), useless, 40000)
     probes = [i for i, decision in enumerate(decisions) if decision.kind == "probe"]
     assert 2 <= len(probes) <= 32
     for i in probes[:-1]:
@@ -232,7 +233,7 @@ def test_dwell_and_probes_are_kept():
     assert gaps == sorted(gaps)
     # Only a loss to autoregressive decoding may cut the dwell short.
     switches = [i for i, d in enumerate(decisions) if d.kind == "switch" and "loses" not in d.reason]
-    assert all(b - a >= Settings().dwell for a, b in zip(switches, switches[1:], strict=False))
+    assert all(b - a >= 2 for a, b in zip(switches, switches[1:], strict=False))
 
 
 def test_sharing_falls_below_half_and_returns_above_six_tenths():
@@ -334,3 +335,18 @@ def test_calls_grow_and_probes_are_short():
             assert probe.rounds == Settings().trial
             assert after.kind == "switch" or after.rounds == before.rounds
     assert decisions[-1].rounds == MOST_ROUNDS
+
+
+def test_a_switch_is_kept_for_the_dwell():
+    """A second switch at once, where the text turns faster than that, unless autoregressive decoding is faster."""
+
+    def gaps(dwell: int) -> list[int]:
+        eager = Settings(dwell=dwell, gain=0.0, back_gain=0.0, prior=1.0, half_life=8.0)
+        _, decisions = run(
+            Controller(profile(), EXACT, settings=eager), lambda at: TURNS[at // 200 % 2], 12000, rounds=8
+        )
+        moves = [i for i, d in enumerate(decisions) if d.kind == "switch" and "loses" not in d.reason]
+        return [b - a for a, b in zip(moves, moves[1:], strict=False)]
+
+    assert min(gaps(1)) < 4
+    assert min(gaps(4)) >= 4

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from ssv_jax.controller import Controller, Fixed, Observed
-from ssv_jax.hindsight import Hindsight, LookupShape
+from ssv_jax.hindsight import Hindsight
 from ssv_jax.profiles import Acceptance, Entry, Profile, Provenance, RoundCost
-from ssv_jax.strategy import Strategy
+from ssv_jax.strategy import LookupShape, Strategy
 
 MOST, CALL_MS = 32, 5.0
 PLAIN, SMALL, MIDDLE, WIDE = "none", "eagle3:2x2x5", "eagle3:4x4x16+group4", "eagle3:5x8x32+group4"
@@ -34,7 +34,6 @@ class Recorded:
         prompt, tokens, accepted, emitted = (
             data[f"{name}{number}"].tolist() for name in ("prompt", "tokens", "accepted", "emitted")
         )
-        self.kind = str(data["kinds"][number])
         self.text, self.start = [*prompt, *tokens], len(prompt) + 1
         self.at = [kept for kept, count in zip(accepted, emitted, strict=True) for _ in range(count)]
 
