@@ -67,7 +67,9 @@ def select_tables() -> list[dict[str, Any]]:
     changes += [{"most_splits": n} for n in (8, 12, 24, 32)] + [{"resident": n} for n in (1, 3)]
     paired = [{"row_tiles_up_to": 1, "warpgroups": 1}, {"row_tiles_up_to": 1000000, "warpgroups": 2}]
     changes += [{"select_bunch": n} for n in (4, 8, 16)]
-    changes += [{"warpgroups": paired}, {"tile": 128}, {"tile": 128, "warpgroups": paired}]
+    changes += [{"narrow_stages": n} for n in (0, 2, 3)]
+    large = {"tile": 128, "narrow_stages": 2}  # more do not fit the shared memory
+    changes += [{"warpgroups": paired}, large, {**large, "warpgroups": paired}]
     found = [base]
     found += [{**base, **change} for change in changes if {**base, **change} not in found]
     return found
@@ -87,6 +89,7 @@ def select_config(case: Case, table: dict[str, Any]) -> Any:
             nodes=case.nodes,
             bunch=bunch,
             blocks=case.blocks,
+            rows=case.nodes * case.heads,
         )
 
 

@@ -33,7 +33,7 @@ class Case:
       geometry: block sizes.
       dtype: of queries, keys and values.
       group: nodes that share a schedule, 0 for none.
-      tile, splits, warpgroups: tile choices.
+      tile, splits, warpgroups, narrow: tile choices.
     """
 
     nodes: int
@@ -49,6 +49,7 @@ class Case:
     tile: int = 128
     splits: int = 1
     warpgroups: int = 1
+    narrow: bool = False
 
 
 # Interpreted on a CPU: small, each for a boundary.
@@ -68,6 +69,29 @@ INTERPRETED = {
         nodes=2, heads=2, dim=64, capacity=2048, lengths=(2040,), geometry=EQUAL_SIZES, group=2
     ),
     "no entry": Case(nodes=2, heads=2, dim=64, capacity=2048, lengths=(5,), group=2),
+    "narrow: more steps than stages": Case(
+        nodes=1, heads=4, dim=128, capacity=4096, lengths=(3007,), group=1, tile=64, narrow=True
+    ),
+    "narrow: three heads, stride 8": Case(
+        nodes=2, heads=3, dim=64, capacity=2048, lengths=(2006,), geometry=SMALL_STRIDE, group=2, narrow=True
+    ),
+    "narrow: batch, short contexts, float16": Case(
+        nodes=5,
+        heads=1,
+        dim=64,
+        capacity=2048,
+        lengths=(20, 2043),
+        tree="chain",
+        dtype="float16",
+        group=4,
+        tile=64,
+        splits=2,
+        narrow=True,
+    ),
+    "narrow: one entry per block": Case(
+        nodes=8, heads=1, dim=64, capacity=2048, lengths=(1900,), geometry=EQUAL_SIZES, group=2, tile=64, narrow=True
+    ),
+    "narrow: no entry": Case(nodes=2, heads=4, dim=64, capacity=2048, lengths=(5,), group=2, narrow=True),
 }
 
 # The interpreter takes minutes for these.
@@ -75,6 +99,7 @@ LONG = {
     "4400 blocks": Case(
         nodes=2, heads=1, dim=64, capacity=70400, lengths=(70000,), geometry=EQUAL_SIZES, group=2, splits=2
     ),
+    "one node, batch, 64K": Case(nodes=1, heads=4, dim=128, capacity=65536, lengths=(65007, 300), kv_heads=8, group=1),
 }
 
 # Groups that clusters of thread blocks serve, or a thread block each.
@@ -100,6 +125,13 @@ LOWERED = {
     "T=65, 512K": Case(nodes=65, heads=4, dim=128, capacity=524288, lengths=(0,), kv_heads=8, group=4),
     "G=16, one entry per block": Case(
         nodes=17, heads=16, dim=64, capacity=16384, lengths=(0,), kv_heads=2, geometry=EQUAL_SIZES, group=1
+    ),
+    "T=8, G=1, float16": Case(nodes=8, heads=1, dim=64, capacity=8192, lengths=(0,), dtype="float16", group=8),
+    "T=2, G=3, stride 8": Case(
+        nodes=2, heads=3, dim=128, capacity=8192, lengths=(0, 0), geometry=SMALL_STRIDE, group=2
+    ),
+    "T=1, one entry per block": Case(
+        nodes=1, heads=8, dim=64, capacity=16384, lengths=(0,), kv_heads=2, geometry=EQUAL_SIZES, group=1
     ),
     "G=3, stride 8": Case(nodes=21, heads=3, dim=128, capacity=8192, lengths=(0,), geometry=SMALL_STRIDE, group=3),
 }

@@ -4,12 +4,12 @@ One thread block takes up to W tiles of 64 query rows through one split of a seq
 rows of all nodes and heads share each load of keys and values. It keeps a running softmax. The same probabilities
 give the block masses: a product with a static 0/1 matrix of overlaps, in two bf16 parts (16 bits of mantissa), relative
 to the running maximum of the moment, which is stored beside them. So scores need no second pass over the keys.
+Few query rows have another body: `mosaic_narrow`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -19,18 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-LOG2E = math.log2(math.e)
-ROWS = 64  # query rows of one warpgroup, the M of wgmma
-TREE_TILE = 64  # completed entries that are attended to at a time (the least K of wgmma on a 128-byte swizzle)
-MASKED = -1e30
-START = -1e20  # of the running maximum: above MASKED, so that a masked score gives exp2(...) = 0
-PANEL = 64  # columns of a swizzled panel: 128 bytes
-_pallas: Any = plgpu  # for names that its type information leaves out or takes for abstract
-_Accumulator = _pallas.ACC
-_TILED = (_pallas.TilingTransform((8, PANEL)), _pallas.SwizzleTransform(128))
-# A copy into a tiled buffer needs a row count that is a multiple of 8, and the number of entries is not. A panel of 64
-# columns lies in memory the same way without the tiling, so copies go to such an alias.
-_PLAIN = (_pallas.SwizzleTransform(128),)
+from .mosaic_common import LOG2E, MASKED, PANEL, PLAIN, ROWS, START, TILED, TREE_TILE, Accumulator, put
+from .mosaic_narrow import COLUMNS, attend_narrow, narrow_scratch
+
 Carry = tuple[list[Array], Array, Array]  # accumulators of the panels, running maximum, running sum
 _ROW = plgpu.Layout.WGMMA.reduce(1)
 
@@ -48,6 +39,7 @@ class AttendConfig:
       select_bunch: most nodes of a thread block of the selection, 4, 8 or 16: larger groups take a cluster of thread
         blocks. 0 for a thread block per group, and a launch of its own for the visit lists of groups of which a row
         tile does not hold a whole number.
+      narrow: keys in the place of query rows, where the rows of a KV head are at most `mosaic_narrow.COLUMNS`.
     """
 
     tile: int
@@ -56,6 +48,7 @@ class AttendConfig:
     stages: int
     select_warps: int = 1
     select_bunch: int = 0
+    narrow: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,14 +71,6 @@ class Partials:
     tree: Float[Array, "X R 64 M"] | None
 
 
-def put(ref: Any, x: Array, interpret: Any) -> None:
-    """A store that may have bank conflicts or touch parts of cache lines; a plain one may not where `store` exists."""
-    if interpret is None and hasattr(plgpu, "store"):
-        _pallas.store(ref, x, optimized=False)
-    else:
-        ref[...] = x
-
-
 def mass_depth(steps: int) -> int:
     """Tiles of the mass array for `steps` tiles of entries: one before them, and a multiple of 32 in all."""
     return -(-(steps + 1) // 32) * 32
@@ -101,6 +86,7 @@ def attend(
     counts: Int[Array, "B 4"],
     bins: Float[Array, "Y tile"] | None,
     *,
+    overlap: tuple[tuple[int, ...], tuple[int, ...]],
     per_tile_nodes: int,
     scale: float,
     config: AttendConfig,
@@ -116,6 +102,7 @@ def attend(
       bias: 0 where a row sees a completed entry, `MASKED` elsewhere.
       counts: committed entries, and completed ones, of each sequence.
       bins: transposed overlaps of the entries of a tile with its blocks and the next; None where they are the same.
+      overlap: how often each entry of a block counts in it, and in the next one.
       per_tile_nodes: nodes in a row tile, a multiple of 4; its rows are head-major.
       scale: multiplies q . k.
       config: tile choices.
@@ -130,7 +117,8 @@ def attend(
     groups = -(-tiles // warps)
     steps = -(-entries // size)
     depth = mass_depth(steps)
-    binned = score and bins is not None
+    narrow = config.narrow
+    binned = score and bins is not None and not narrow
     width = size if bins is None else bins.shape[0]
     factor = LOG2E * scale
     panels = dim // PANEL
@@ -153,7 +141,8 @@ def attend(
         mass_ref, top_ref, tree_ref = (take(score) for _ in range(3))
         (q_s, q_copy), (k_s, k_copy), (v_s, v_copy), q_b, k_b, v_b, free_b = (take() for _ in range(7))
         bins_s, bins_b = take(binned), take(binned)
-        p_s, b_s, pt_s = (take(in_smem) for _ in range(3))
+        few_s = tuple(take(narrow) for _ in range(3))
+        p_s, b_s, pt_s = (take(in_smem and not narrow) for _ in range(3))
         if in_smem:  # and gives each member of a union a buffer of its own
             q_copy, k_copy, v_copy = q_s, k_s, v_s
         w = lax.axis_index("wg")
@@ -195,6 +184,29 @@ def attend(
                 plgpu.barrier_wait(free_b.at[slot])  # every completed phase must be awaited, the last ones too
                 fetch(i + stages)
 
+        if narrow:
+            attend_narrow(
+                (q_ref, bias_ref),
+                (o_ref, stats_ref, mass_ref, top_ref, tree_ref),
+                (q_s, q_copy, k_s, v_s, *few_s),
+                (q_b, k_b, v_b),
+                batch=batch,
+                x=x,
+                split=s,
+                first=first,
+                steps=n,
+                chunks=chunks,
+                visible=visible,
+                overlap=overlap,
+                per_tile_nodes=per_tile_nodes,
+                depth=depth,
+                factor=factor,
+                fetch=fetch,
+                refill=refill,
+                interpret=interpret,
+            )
+            return
+
         # Rows of no node or no head are zeros, or stay as they are: rows are independent.
         copied = min(per_tile_nodes, nodes)
         these = pl.ds(pl.multiple_of(tile * per_tile_nodes, per_tile_nodes), copied)
@@ -231,7 +243,7 @@ def attend(
                     plgpu.wgmma(acc_ref, q_s.at[w, panel], keys.transpose((1, 0)))
                 return acc_ref[...]
 
-            return pl.run_scoped(product, _Accumulator((ROWS, columns), f32))
+            return pl.run_scoped(product, Accumulator((ROWS, columns), f32))
 
         def soften(values: Array, top: Array, total: Array) -> tuple[Array, Array, Array, Array]:
             new_top = jnp.maximum(top, values.max(axis=1) * factor)
@@ -272,9 +284,9 @@ def attend(
                     bin_parts(acc_ref)
                     return acc_ref[...]
 
-                gained = pl.run_scoped(weigh_from_zero, *[_Accumulator((ROWS, PANEL), f32)] * panels)
+                gained = pl.run_scoped(weigh_from_zero, *[Accumulator((ROWS, PANEL), f32)] * panels)
                 acc = [old + new for old, new in zip(acc, gained, strict=True)]
-                return acc, pl.run_scoped(bin_from_zero, _Accumulator((ROWS, width), f32)) if parts else None
+                return acc, pl.run_scoped(bin_from_zero, Accumulator((ROWS, width), f32)) if parts else None
 
             def both(refs: tuple[list[Any], list[Any]]) -> None:
                 weigh(refs[0])
@@ -284,7 +296,7 @@ def attend(
             # In place: two sets of accumulators do not fit into the registers of three warpgroups.
             zero = [plgpu.layout_cast(jnp.full((ROWS, width), 0.0, f32), plgpu.Layout.WGMMA)] if parts else []
             acc, found = pl.run_state(both)(
-                ([_Accumulator.init(old) for old in acc], [_Accumulator.init(new) for new in zero])
+                ([Accumulator.init(old) for old in acc], [Accumulator.init(new) for new in zero])
             )
             return acc, found[0] if parts else None
 
@@ -334,35 +346,37 @@ def attend(
 
     body.__name__ = "nsa_compressed_scores" if score else "nsa_compressed"
     sm = plgpu.SMEM
-    rows, ring = (warps, panels, ROWS, PANEL), (stages, panels, size, PANEL)
+    rows, ring = (warps, panels, COLUMNS if narrow else ROWS, PANEL), (stages, panels, size, PANEL)
     shapes = [
         jax.ShapeDtypeStruct((batch_heads, tiles, splits, ROWS, dim), f32),
         jax.ShapeDtypeStruct((batch_heads, tiles, splits, 2, ROWS), f32),
     ]
     scratch = [
-        plgpu.RefUnion(sm(rows, half, transforms=_TILED), sm(rows, half, transforms=_PLAIN)),
-        plgpu.RefUnion(sm(ring, half, transforms=_TILED), sm(ring, half, transforms=_PLAIN)),
-        plgpu.RefUnion(sm(ring, half, transforms=_TILED), sm(ring, half, transforms=_PLAIN)),
-        plgpu.Barrier(num_arrivals=panels * group_heads, num_barriers=warps),
+        plgpu.RefUnion(sm(rows, half, transforms=TILED), sm(rows, half, transforms=PLAIN)),
+        plgpu.RefUnion(sm(ring, half, transforms=TILED), sm(ring, half, transforms=PLAIN)),
+        plgpu.RefUnion(sm(ring, half, transforms=TILED), sm(ring, half, transforms=PLAIN)),
+        plgpu.Barrier(num_arrivals=panels * (nodes if narrow else group_heads), num_barriers=warps),
         plgpu.Barrier(num_arrivals=panels, num_barriers=stages),
         plgpu.Barrier(num_arrivals=panels, num_barriers=stages),
         plgpu.Barrier(num_arrivals=warps, num_barriers=stages),
     ]
-    operands = [q, k, v, tree_k, tree_v, bias, counts]
+    operands: list[Any] = [q, k, v, tree_k, tree_v, bias, counts]
     if score:
         shapes += [
             jax.ShapeDtypeStruct((batch_heads, tiles, depth, ROWS, width), f32),
             jax.ShapeDtypeStruct((batch_heads, tiles, depth + tree_width // TREE_TILE, ROWS), f32),
             jax.ShapeDtypeStruct((batch_heads, tiles, ROWS, tree_width), f32),
         ]
-        if bins is not None:
+        if binned:
             operands.append(bins)
-            scratch += [sm((width, size), jnp.bfloat16, transforms=_TILED), plgpu.Barrier()]
-    if in_smem:
+            scratch += [sm((width, size), jnp.bfloat16, transforms=TILED), plgpu.Barrier()]
+    if narrow:
+        scratch += narrow_scratch(size, len(overlap[0]), half)
+    elif in_smem:
         scratch += [
-            sm((warps, ROWS, size), half, transforms=_TILED),
-            sm((warps, 2, ROWS, size), jnp.bfloat16, transforms=_TILED),
-            sm((warps, ROWS, TREE_TILE), half, transforms=_TILED),
+            sm((warps, ROWS, size), half, transforms=TILED),
+            sm((warps, 2, ROWS, size), jnp.bfloat16, transforms=TILED),
+            sm((warps, ROWS, TREE_TILE), half, transforms=TILED),
         ]
     results = plgpu.kernel(
         body,

@@ -17,7 +17,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ..sparse_verify import schedule as schedules
-from .mosaic_attend import TREE_TILE, Partials, mass_depth, put
+from .mosaic_attend import Partials, mass_depth
+from .mosaic_common import TREE_TILE, put
 from .mosaic_select import emit
 from .select_shape import QUAD, SelectShape
 

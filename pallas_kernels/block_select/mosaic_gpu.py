@@ -24,8 +24,10 @@ from ..errors import UnsupportedKernelError
 from ..hopper import require_attention, require_hopper
 from ..layout import CachedKV, Geometry, TreeKV, TreeQueries
 from . import tiles
-from .mosaic_attend import MASKED, ROWS, TREE_TILE, AttendConfig, Partials, attend
+from .mosaic_attend import AttendConfig, Partials, attend
 from .mosaic_choose import SelectPlan, finish, merge
+from .mosaic_common import MASKED, ROWS, TREE_TILE
+from .mosaic_narrow import COLUMNS
 
 SCORE_TOLERANCE = 2e-5  # relative; two bf16 parts leave 2**-17, float32 dots and exp2 the rest
 MAX_BLOCKS = 16384  # 1M tokens in blocks of 64: the bit maps of 16 nodes take 32 KB of shared memory
@@ -67,6 +69,13 @@ def _bins(geometry: Geometry, tile: int) -> np.ndarray | None:
     table = _overlap(np.arange(tile)[None], np.arange(width)[:, None], geometry, np)
     table[tile // ratio + 1 :] = 0
     return table.astype(np.float32)
+
+
+def _overlaps(geometry: Geometry) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How often each entry of a block counts in it, and in the next one."""
+    entries = np.arange(geometry.block_size // geometry.kernel_stride)
+    own, next_one = (_overlap(entries, block, geometry, np) for block in range(2))
+    return tuple(own.tolist()), tuple(next_one.tolist())
 
 
 def _check(
@@ -111,6 +120,7 @@ class Operands:
       bias: which row sees which completed entry.
       counts: committed and completed entries, first block that the latter can touch.
       bins: overlaps of a tile of entries.
+      overlap: of the entries of a block with it, and with the next one.
       own: own block of each node.
       weights: overlaps of completed entries.
       per_tile_nodes: nodes in a row tile.
@@ -126,6 +136,7 @@ class Operands:
     bias: Float[Array, "B R 64 M"]
     counts: Int[Array, "B 4"]
     bins: Float[Array, "Y tile"] | None
+    overlap: tuple[tuple[int, ...], tuple[int, ...]]
     own: Int[Array, "B T2"]
     weights: Float[Array, "B E M"] | None
     per_tile_nodes: int
@@ -143,6 +154,7 @@ class Operands:
             self.bias,
             self.counts,
             self.bins,
+            overlap=self.overlap,
             per_tile_nodes=self.per_tile_nodes,
             scale=scale,
             config=self.config,
@@ -196,7 +208,10 @@ def lay_out(
             nodes=nodes,
             bunch=bunch,
             blocks=cached.capacity // geometry.block_size,
+            rows=nodes * group_heads,
         )
+    if config.narrow and nodes * group_heads > COLUMNS:
+        raise ValueError(f"narrow needs T * G <= {COLUMNS}, got {nodes} * {group_heads}: leave it off")
 
     width = -(-completed // TREE_TILE) * TREE_TILE
     k, v = (_pad_axis(x.reshape(batch * heads, entries, dim), 1, config.tile) for x in (cached.k_cmp, cached.v_cmp))
@@ -253,6 +268,7 @@ def lay_out(
         bias=bias,
         counts=counts,
         bins=bins,
+        overlap=_overlaps(geometry) if select else ((1,), (0,)),
         own=own,
         weights=weights,
         per_tile_nodes=per_tile_nodes,
@@ -293,7 +309,7 @@ def select_and_attend(
 
     Raises:
       UnsupportedKernelError: shape or dtype that the kernels do not cover.
-      ValueError: a `config` with a bunch that is not offered.
+      ValueError: a `config` with a bunch that is not offered, or a narrow one for more rows than it takes.
     """
     tile = tiles.entries_per_tile() if config is None else config.tile
     _check(q, cached, tree, geometry, scale=scale, tile=tile, select=select)

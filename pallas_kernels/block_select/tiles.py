@@ -9,7 +9,9 @@ from typing import Any
 
 import jax
 
-from .mosaic_attend import ROWS, AttendConfig
+from .mosaic_attend import AttendConfig
+from .mosaic_common import ROWS
+from .mosaic_narrow import COLUMNS
 from .select_shape import QUAD
 
 DEFAULT = "nvidia_h200"
@@ -67,7 +69,7 @@ def bunch_of(*, nodes: int, heads: int, group: int, most: int) -> tuple[int, int
     return group if merges else 0, bunch, min(limit, -(-nodes // unit) * unit)
 
 
-def choose(*, row_tiles: int, heads: int, entries: int, nodes: int, bunch: int, blocks: int) -> AttendConfig:
+def choose(*, row_tiles: int, heads: int, entries: int, nodes: int, bunch: int, blocks: int, rows: int) -> AttendConfig:
     """Tiles for `row_tiles` tiles of 64 query rows over `entries` compressed entries.
 
     Row tiles share loads of keys and values as far as registers allow; the entries are split so that the thread blocks
@@ -80,13 +82,16 @@ def choose(*, row_tiles: int, heads: int, entries: int, nodes: int, bunch: int, 
       nodes: T.
       bunch: nodes that a thread block of the selection serves.
       blocks: capacity in selection blocks.
+      rows: query rows of a KV head, T * G.
     """
     table = _here()
-    rows = table["warpgroups"]
-    warpgroups = next(row["warpgroups"] for row in rows if row_tiles <= row["row_tiles_up_to"])
+    warpgroups = next(row["warpgroups"] for row in table["warpgroups"] if row_tiles <= row["row_tiles_up_to"])
     thread_blocks = heads * -(-row_tiles // warpgroups)
     steps = -(-entries // table["tile"])
     splits = max(1, min(table["most_splits"], table["resident"] * table["processors"] // thread_blocks, steps))
+    narrow = rows <= COLUMNS and table["narrow_stages"] > 0
+    # Few rows leave shared memory for more tiles in flight, while every thread block has a multiprocessor of its own.
+    deep = narrow and thread_blocks * splits <= table["processors"]
     # Four warps a node are fastest while every thread block has a multiprocessor of its own, two when they share. Eight
     # fill a multiprocessor: an estimate for long caches, which few nodes read faster with more loads in flight.
     bunches = heads * -(-nodes // bunch)
@@ -98,7 +103,8 @@ def choose(*, row_tiles: int, heads: int, entries: int, nodes: int, bunch: int, 
         tile=table["tile"],
         splits=splits,
         warpgroups=warpgroups,
-        stages=table["stages"],
+        stages=table["narrow_stages" if deep else "stages"],
         select_warps=select_warps,
         select_bunch=bunch if table["select_bunch"] else 0,
+        narrow=narrow,
     )

@@ -9,7 +9,7 @@ from tests.gpu import checks, step_checks
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("seed", checks.SHAPES)
+@pytest.mark.parametrize("seed", checks.SHAPES + checks.FEW_ROWS)
 def test_ops_on_random_shapes(seed):
     """Boundaries of tiles and words, garbage past the length, unwritten outputs, races, any op's wrong branch."""
     assert checks.check_ops(seed)

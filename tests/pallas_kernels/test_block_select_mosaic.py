@@ -84,7 +84,7 @@ def check(case: Case, result: mosaic_gpu.Selected, args: tuple, scale: float) ->
 
 
 def config_of(case: Case) -> AttendConfig:
-    return AttendConfig(tile=case.tile, splits=case.splits, warpgroups=case.warpgroups, stages=2)
+    return AttendConfig(tile=case.tile, splits=case.splits, warpgroups=case.warpgroups, stages=2, narrow=case.narrow)
 
 
 @pytest.mark.parametrize("name", cases.INTERPRETED)
@@ -104,8 +104,33 @@ def test_interpreted_kernels_equal_the_definition(name: str) -> None:
     check(case, result, args, scale)
 
 
-def test_interpreted_attention_alone_has_the_same_bits() -> None:
-    case = cases.INTERPRETED["no entry"]
+def test_interpreted_masses_of_few_rows_equal_those_of_a_full_tile() -> None:
+    case = cases.INTERPRETED["narrow: three heads, stride 8"]
+    args, blocks = inputs(case), case.tile // 8
+
+    def parts(narrow: bool) -> dict[str, jax.Array]:
+        config = dataclasses.replace(config_of(case), narrow=narrow)
+        laid = mosaic_gpu.lay_out(
+            *args, geometry=case.geometry, scale=0.1, select=True, group=case.group, config=config
+        )
+        found = laid.attend(scale=0.1, interpret=plgpu.InterpretGPUParams())
+        rows = jnp.asarray([h * laid.per_tile_nodes + n for h in range(case.heads) for n in range(case.nodes)])
+        return {
+            "mass": found.mass[:, :, 1:3, rows, : blocks + 1],  # the last is the next tile's first
+            "top": jnp.concatenate([found.top[:, :, 1:3, rows], found.top[:, :, 32:, rows]], 2),
+            "tree": found.tree[:, :, rows],
+            "stats": found.stats[..., rows],
+        }
+
+    few, full = parts(True), parts(False)
+    assert 0 < jnp.count_nonzero(full["tree"]) < case.heads * case.nodes
+    for name, want in full.items():
+        np.testing.assert_allclose(few[name], want, rtol=mosaic_gpu.SCORE_TOLERANCE, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["no entry", "narrow: no entry"])
+def test_interpreted_attention_alone_has_the_same_bits(name: str) -> None:
+    case = cases.INTERPRETED[name]
     args = inputs(case)
     run = functools.partial(
         mosaic_gpu.select_and_attend,
@@ -211,8 +236,24 @@ def test_caches_of_a_million_tokens_are_taken_and_longer_ones_refused() -> None:
     [(1, 4, 1024, 4), (65, 4, 1024, 2), (1, 4, 8192, 8), (32, 4, 8192, 8), (64, 4, 8192, 4), (65, 4, 8192, 2)],
 )
 def test_selections_of_long_caches_get_more_warps(nodes: int, bunch: int, blocks: int, warps: int) -> None:
-    chosen = tiles.choose(row_tiles=1, heads=8, entries=4 * blocks - 1, nodes=nodes, bunch=bunch, blocks=blocks)
+    chosen = tiles.choose(
+        row_tiles=1, heads=8, entries=4 * blocks - 1, nodes=nodes, bunch=bunch, blocks=blocks, rows=4 * nodes
+    )
     assert chosen.select_warps == warps
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "narrow", "stages"), [(4, 8, True, 4), (8, 8, True, 4), (9, 8, False, 2), (4, 16, True, 2)]
+)
+def test_few_query_rows_take_the_place_of_columns(rows: int, heads: int, narrow: bool, stages: int) -> None:
+    chosen = tiles.choose(row_tiles=1, heads=heads, entries=4095, nodes=1, bunch=4, blocks=1024, rows=rows)
+    assert (chosen.narrow, chosen.stages) == (narrow, stages)
+
+
+def test_a_configuration_for_few_query_rows_refuses_more() -> None:
+    case = Case(nodes=3, heads=3, dim=64, capacity=2048, lengths=(100,), narrow=True)
+    with pytest.raises(ValueError, match=r"narrow needs T \* G <= 8, got 3 \* 3"):
+        mosaic_gpu.select_and_attend(*inputs(case), geometry=case.geometry, scale=0.1, config=config_of(case))
 
 
 @pytest.mark.parametrize(
