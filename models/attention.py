@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float
 from ..pallas_kernels import Completions, Selection, TreeQueries, dense_verify
 from ..pallas_kernels.dispatch import Implementation
 from ..pallas_kernels.node_inputs import EntryRows, HeadShape, NodeInputs, node_inputs
+from ..pallas_kernels.row_matmul import matmul_parts
 from .cache import DenseLayerCache, DenseLayerTree, LayerCache, LayerTree
 from .config import LlamaConfig
 from .layers import Projection, RMSNorm, project_parts
@@ -126,24 +127,27 @@ class Heads(nnx.Module):
             dim=config.head_dim,
             gates=0 if gate is None else gate.matrix.shape[1],
         )
-        gates = None
+        gates = bias = None
+        if gate is not None:  # its bias is added with the sigmoids
+            bias = None if gate.bias is None else gate.bias[...].reshape(-1)
         if config.qk_norm:
             q, k, v = self.project(x)
             joined = jnp.concatenate([q, k[..., None, :], v[..., None, :]], axis=-2)
             qkv = joined.reshape(1, rows.shape[0], shape.columns)
-            if gate is not None:
-                (gates,) = project_parts(rows, (gate,), (jnp.float32,), options.steps)
-        elif gate is not None:
-            both, dtypes = (self.qkv, gate), (x.dtype, jnp.float32)
-            qkv, gates = project_parts(rows, both, dtypes, options.steps)
-        else:
+        elif gate is None or self.qkv.bias is not None:
             (qkv,) = project_parts(rows, (self.qkv,), (x.dtype,), options.steps)
+        else:
+            both, dtypes = (self.qkv.matrix, gate.matrix), (x.dtype, jnp.float32)
+            qkv, gates = matmul_parts(rows, both, dtypes, implementation=options.steps)
+        if gate is not None and gates is None:
+            (gates,) = matmul_parts(rows, (gate.matrix,), (jnp.float32,), implementation=options.steps)
         return node_inputs(
             qkv,
             gates,
             context.cos,
             context.sin,
             entries,
+            gate_bias=bias,
             shape=shape,
             dtype=x.dtype,
             implementation=options.steps,

@@ -110,6 +110,8 @@ class NSAttention(Heads):
             sin=context.entry_sin,
             weight_k=self.compress_k.weight[...] if weighted else None,
             weight_v=self.compress_v.weight[...] if weighted else None,
+            position_k=self.compress_k.pe[...] if self.compress_k.positions else None,
+            position_v=self.compress_v.pe[...] if self.compress_v.positions else None,
         )
 
     @property
@@ -117,7 +119,7 @@ class NSAttention(Heads):
         """Whether entries are plain weighted sums of rows, which the op makes on its way."""
         nsa = self.config.nsa
         assert nsa is not None
-        return nsa.cmp_fn in ("mean", "weighted") and nsa.cmp_pe == "none" and nsa.cmp_rope == "post"
+        return nsa.cmp_fn in ("mean", "weighted") and nsa.cmp_rope == "post"
 
     def __call__(
         self,

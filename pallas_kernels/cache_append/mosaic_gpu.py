@@ -16,13 +16,13 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from ..errors import UnsupportedKernelError
+from ..mosaic_rows import read_row, row_layout
 from .layout import RowMoves
 
 plgpu: Any = jax.experimental.pallas.mosaic_gpu  # its type hints do not describe what it accepts
 
 MAX_ROWS = 64  # longer paths are chunks of a prompt: the portable scatters take them
 PER_BLOCK = 6  # arrays of a thread block, those of one layer
-LANES = 128  # threads of a block, which take neighbouring elements of a row
 
 
 def append_rows(
@@ -38,12 +38,11 @@ def append_rows(
     Raises:
       UnsupportedKernelError: shapes or dtypes that the kernel does not cover.
     """
-    batch, heads, _, dim = old[0].shape
+    batch, heads = old[0].shape[:2]
     for into, rows in zip(old, new, strict=True):
-        if into.shape[:2] != (batch, heads) or into.shape[3] % LANES:
-            raise UnsupportedKernelError(
-                f"needs arrays of one batch and head count, and rows of a multiple of {LANES}, got {into.shape}"
-            )
+        row_layout(into.shape[3])
+        if into.shape[:2] != (batch, heads):
+            raise UnsupportedKernelError(f"needs arrays of one batch and head count, got {into.shape}")
         if into.dtype != rows.dtype:
             raise UnsupportedKernelError(f"needs new rows of the old dtype {into.dtype}, got {rows.dtype}")
     widest = max(move.width for move in moves)
@@ -66,7 +65,7 @@ def append_rows(
         for i in members:
             for source, target in found[which[i]]:
                 row = lax.min(lax.max(source, 0), new[i].shape[2] - 1)
-                held.append((i, target, rows[i][b, k, row, :]))
+                held.append((i, target, read_row(rows[i], b, k, row)))
         for i, target, value in held:
             inside = (target >= 0) & (target < old[i].shape[2])
             pl.when(inside)(functools.partial(_store, into[i].at[b, k, lax.max(target, 0)], value))

@@ -31,6 +31,7 @@ def node_inputs(
     sin: Float[Array, "B T half"],
     entries: EntryRows | None = None,
     *,
+    gate_bias: Float[Array, " _"] | None = None,
     shape: HeadShape,
     dtype: DTypeLike,
     implementation: dispatch.Implementation = None,
@@ -43,6 +44,7 @@ def node_inputs(
       gates: parts of the projection to gates.
       cos, sin: rotary angles of the nodes.
       entries: how entries arise whose keys are compressed before they are rotated; None for none.
+      gate_bias: added to the projection to gates before their sigmoids.
       shape: static sizes.
       dtype: of everything but the gates, which are float32.
       implementation: see `dispatch.run`.
@@ -57,7 +59,9 @@ def node_inputs(
             raise ShapeError(f"{name} has shape {parts.shape}, expected at least {rows} rows and {columns} columns")
     if (gates is None) != (shape.gates == 0):
         raise ShapeError(f"shape.gates={shape.gates} says whether there are gates: give both or none")
+    if gate_bias is not None and gate_bias.shape != (shape.gates,):
+        raise ShapeError(f"gate_bias has shape {gate_bias.shape}, expected {(shape.gates,)}")
     if cos.shape != (shape.batch, shape.nodes, shape.dim // 2):
         raise ShapeError(f"cos has shape {cos.shape}, expected {(shape.batch, shape.nodes, shape.dim // 2)}")
-    arguments = (qkv, gates, cos, sin, entries, shape, dtype)
+    arguments = (qkv, gates, gate_bias, cos, sin, entries, shape, dtype)
     return dispatch.run("node_inputs", IMPLEMENTATIONS, implementation, *arguments)

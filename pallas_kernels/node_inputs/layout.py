@@ -37,6 +37,7 @@ class EntryRows:
       completions: entries that nodes complete, and their rows.
       cos, sin: rotary angles of the entries.
       weight_k, weight_v: weight of each row; None for averages.
+      position_k, position_v: added to the rows before they are weighted; None for nothing.
     """
 
     tail_k: Float[Array, "B K l D"]
@@ -46,6 +47,8 @@ class EntryRows:
     sin: Float[Array, "B M half"]
     weight_k: Float[Array, "K l"] | None = None
     weight_v: Float[Array, "K l"] | None = None
+    position_k: Float[Array, "K l D"] | None = None
+    position_v: Float[Array, "K l D"] | None = None
 
 
 @jax.tree_util.register_dataclass

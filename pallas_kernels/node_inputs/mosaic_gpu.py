@@ -17,11 +17,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..errors import UnsupportedKernelError
+from ..mosaic_rows import read_row, row_layout
 from .layout import EntryRows, HeadShape, NodeInputs
 
 plgpu: Any = jax.experimental.pallas.mosaic_gpu  # its type hints do not describe what it accepts
 
-LANES = 128  # threads of a block, which take neighbouring elements of a head
 MAX_NODES = 512  # longer passes are chunks of a prompt
 F32 = jnp.float32
 
@@ -29,6 +29,7 @@ F32 = jnp.float32
 def node_inputs(
     qkv: Float[Array, "S _ _"],
     gates: Float[Array, "S2 _ _"] | None,
+    gate_bias: Float[Array, " _"] | None,
     cos: Float[Array, "B T half"],
     sin: Float[Array, "B T half"],
     entries: EntryRows | None,
@@ -42,8 +43,7 @@ def node_inputs(
     Raises:
       UnsupportedKernelError: shapes that the kernel does not cover.
     """
-    if shape.dim % LANES:
-        raise UnsupportedKernelError(f"needs a head dim that is a multiple of {LANES}, got {shape.dim}")
+    row_layout(shape.dim)
     if shape.nodes > MAX_NODES:
         raise UnsupportedKernelError(f"needs at most {MAX_NODES} nodes, got {shape.nodes}")
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):
@@ -52,8 +52,8 @@ def node_inputs(
         raise UnsupportedKernelError(f"needs a cache of {jnp.dtype(dtype)}, got {entries.tail_k.dtype}")
     dtype = jnp.dtype(dtype)
     if interpret is not None:
-        return _run(qkv, gates, cos, sin, entries, shape, dtype, interpret)
-    return _run_shared(qkv, gates, cos, sin, entries, shape, dtype)
+        return _run(qkv, gates, gate_bias, cos, sin, entries, shape, dtype, interpret)
+    return _run_shared(qkv, gates, gate_bias, cos, sin, entries, shape, dtype)
 
 
 def _angles(cos: Array, sin: Array) -> tuple[Array, Array]:
@@ -64,6 +64,7 @@ def _angles(cos: Array, sin: Array) -> tuple[Array, Array]:
 def _run(
     qkv: Float[Array, "S _ _"],
     gates: Float[Array, "S2 _ _"] | None,
+    gate_bias: Float[Array, " _"] | None,
     cos: Float[Array, "B T half"],
     sin: Float[Array, "B T half"],
     entries: EntryRows | None,
@@ -73,13 +74,14 @@ def _run(
 ) -> NodeInputs:
     batch, nodes, kv_heads, group, dim = shape.batch, shape.nodes, shape.kv_heads, shape.group, shape.dim
     heads = group + 2
-    inputs = {"qkv": qkv, "gates": gates}
+    inputs = {"qkv": qkv, "gates": gates, "gate_bias": gate_bias}
     inputs["cos"], inputs["sin"] = _angles(cos, sin)
     size = completed = 0
     if entries is not None:
         size, completed = entries.tail_k.shape[2], entries.completions.node.shape[1]
         inputs |= {"tail_k": entries.tail_k, "tail_v": entries.tail_v}
         inputs |= {"weight_k": entries.weight_k, "weight_v": entries.weight_v}
+        inputs |= {"position_k": entries.position_k, "position_v": entries.position_v}
         inputs |= {"rows": entries.completions.rows, "node": entries.completions.node}
         inputs["entry_cos"], inputs["entry_sin"] = _angles(entries.cos, entries.sin)
     names = [name for name, value in inputs.items() if value is not None]
@@ -103,10 +105,13 @@ def _run(
         pl.when(at < nodes)(lambda: _node(named, b, at, k))
         pl.when(at >= nodes)(lambda: _entry(named, b, at - nodes, k))
 
+    def read(ref: Any, *at: Any) -> Any:
+        return read_row(ref, *at).astype(F32)
+
     def head(named: dict[str, Any], row: Any, k: Any, number: int) -> Any:
         """One head of a node's projection, rounded as a product that comes whole is."""
-        columns = pl.ds(pl.multiple_of((k * heads + number) * dim, LANES), dim)
-        parts = [named["qkv"][part, row, columns].astype(F32) for part in range(qkv.shape[0])]
+        columns = pl.ds(pl.multiple_of((k * heads + number) * dim, dim), dim)
+        parts = [read(named["qkv"], part, row, columns) for part in range(qkv.shape[0])]
         return functools.reduce(lambda a, b: a + b, parts).astype(dtype)
 
     def turn(named: dict[str, Any], values: list[Any], cos: Any, sin: Any) -> list[Any]:
@@ -116,13 +121,13 @@ def _run(
             halves[number, pl.ds(0, dim)] = value
             halves[number, pl.ds(dim, dim)] = value
         plgpu.commit_smem()
-        exchanged = [halves[number, pl.ds(dim // 2, dim)] for number in range(len(values))]
+        exchanged = [read(halves, number, pl.ds(dim // 2, dim)) for number in range(len(values))]
         return [(value * cos + other * sin).astype(dtype) for value, other in zip(values, exchanged, strict=True)]
 
     def _node(named: dict[str, Any], b: Any, t: Any, k: Any) -> None:
         row = b * nodes + t
         *kept, v = [head(named, row, k, number) for number in range(heads)]
-        turned = turn(named, [x.astype(F32) for x in kept], named["cos"][b, t, :], named["sin"][b, t, :])
+        turned = turn(named, [x.astype(F32) for x in kept], read(named["cos"], b, t), read(named["sin"], b, t))
         for number in range(group):
             named["out_q"][b, t, k, number, :] = turned[number]
         named["out_k"][b, k, t, :] = turned[group]
@@ -134,6 +139,8 @@ def _run(
             column = number % 3 if shape.gates == 3 else k * (3 * group) + number
             parts = [named["gates"][part, row, column].astype(F32) for part in range(gates.shape[0])]
             raw = functools.reduce(lambda a, b: a + b, parts)
+            if gate_bias is not None:
+                raw = raw + named["gate_bias"][column].astype(F32)
             named["out_gates"][b, t, k, number // 3, number % 3] = 1.0 / (1.0 + jnp.exp(-raw))
 
     def _entry(named: dict[str, Any], b: Any, m: Any, k: Any) -> None:
@@ -143,19 +150,25 @@ def _run(
 
     def _nothing(named: dict[str, Any], b: Any, m: Any, k: Any) -> None:
         for name in ("out_k_cmp", "out_v_cmp"):
-            named[name][b, k, m, :] = jnp.zeros((dim,), dtype)
+            named[name][b, k, m, :] = plgpu.layout_cast(jnp.zeros((dim,), dtype), row_layout(dim))
 
     def _compress(named: dict[str, Any], b: Any, m: Any, k: Any) -> None:
         def weight(which: str, row: Any) -> Any:
+            which = f"weight_{which}"
             return named[which][k, row].astype(F32) if which in named else jnp.float32(1 / size)
+
+        def placed(which: str, row: Any, value: Any) -> Any:
+            which = f"position_{which}"
+            return value + read(named[which], k, row) if which in named else value
 
         def from_tail() -> tuple[Any, Any, Any]:
             """Rows come in order, the committed ones first: all of them are read at once."""
             places = [named["rows"][b, m, row] for row in range(size)]
             committed = functools.reduce(lambda a, b: a + b, [(at < size).astype(jnp.int32) for at in places])
             sums = []
-            for tail, which in (("tail_k", "weight_k"), ("tail_v", "weight_v")):
-                rows = [named[tail][b, k, lax.min(at, size - 1), :].astype(F32) for at in places]
+            for which in ("k", "v"):
+                rows = [read(named[f"tail_{which}"], b, k, lax.min(at, size - 1)) for at in places]
+                rows = [placed(which, row, x) for row, x in enumerate(rows)]
                 factors = [jnp.where(row < committed, weight(which, row), 0.0) for row in range(size)]
                 sums.append(functools.reduce(lambda a, b: a + b, [x * f for x, f in zip(rows, factors, strict=True)]))
             return committed, *sums
@@ -165,11 +178,12 @@ def _run(
         def add(row: Any, sums: tuple[Any, Any]) -> tuple[Any, Any]:
             node = b * nodes + named["rows"][b, m, row] - size
             new = [head(named, node, k, number).astype(F32) for number in (group, group + 1)]
-            return sums[0] + new[0] * weight("weight_k", row), sums[1] + new[1] * weight("weight_v", row)
+            new = [placed(which, row, x) * weight(which, row) for which, x in zip("kv", new, strict=True)]
+            return sums[0] + new[0], sums[1] + new[1]
 
         k_sum, v_sum = lax.fori_loop(committed, size, add, (k_sum, v_sum))
         rounded = k_sum.astype(dtype).astype(F32)
-        (turned,) = turn(named, [rounded], named["entry_cos"][b, m, :], named["entry_sin"][b, m, :])
+        (turned,) = turn(named, [rounded], read(named["entry_cos"], b, m), read(named["entry_sin"], b, m))
         named["out_k_cmp"][b, k, m, :] = turned
         named["out_v_cmp"][b, k, m, :] = v_sum.astype(dtype)
 
@@ -193,4 +207,4 @@ def _run(
 
 
 # Layers of one shape share a trace and a lowering.
-_run_shared = functools.partial(jax.jit, static_argnums=(5, 6))(_run)
+_run_shared = functools.partial(jax.jit, static_argnums=(6, 7))(_run)

@@ -17,6 +17,7 @@ def _turn(x: Float[Array, "... D"], cos: Float[Array, " half"], sin: Float[Array
 def node_inputs(
     qkv: Float[Array, "S _ _"],
     gates: Float[Array, "S2 _ _"] | None,
+    gate_bias: Float[Array, " _"] | None,
     cos: Float[Array, "B T half"],
     sin: Float[Array, "B T half"],
     entries: EntryRows | None,
@@ -35,16 +36,22 @@ def node_inputs(
     sigmoids = k_cmp = v_cmp = None
     if gates is not None:
         raw = gates.astype(jnp.float32).sum(0)[: batch * nodes, : shape.gates]
+        raw = raw if gate_bias is None else raw + gate_bias.astype(jnp.float32)
         raw = jnp.broadcast_to(raw[:, None], (batch * nodes, kv_heads * group * 3 // shape.gates, shape.gates))
         sigmoids = (1 / (1 + jnp.exp(-raw))).reshape(batch, nodes, kv_heads, group, 3)
     if entries is not None:
         done, size = entries.completions, entries.tail_k.shape[2]
-        pairs = ((entries.tail_k, raw_k, entries.weight_k), (entries.tail_v, v.astype(dtype), entries.weight_v))
+        pairs = (
+            (entries.tail_k, raw_k, entries.weight_k, entries.position_k),
+            (entries.tail_v, v.astype(dtype), entries.weight_v, entries.position_v),
+        )
         found = []
-        for tail, new, weight in pairs:
+        for tail, new, weight, position in pairs:
             rows = jnp.concatenate([tail.astype(jnp.float32), new.astype(jnp.float32)], axis=2)
             weight = jnp.full((kv_heads, size), 1 / size) if weight is None else weight.astype(jnp.float32)
             picked = jnp.stack([rows[b][:, done.rows[b]] for b in range(batch)])  # B K M l D
+            if position is not None:
+                picked = picked + position.astype(jnp.float32)[None, :, None]
             found.append((picked * weight[None, :, None, :, None]).sum(3))
         turned = [
             _turn(found[0][b, :, m], entries.cos[b, m], entries.sin[b, m])

@@ -29,8 +29,11 @@ def gather_rows(
     return jnp.take_along_axis(rows, at, axis=2, mode="clip").reshape(*rows.shape[:2], *wanted.shape[1:], -1)
 
 
-def _entries(rows: Float[Array, "B K M l D"], weight: Float[Array, "K l"] | None) -> Float[Array, "B K M D"]:
+def _entries(
+    rows: Float[Array, "B K M l D"], weight: Float[Array, "K l"] | None, position: Float[Array, "K l D"] | None
+) -> Float[Array, "B K M D"]:
     x = rows.astype(jnp.float32)
+    x = x if position is None else x + position.astype(jnp.float32)[None, :, None]
     y = x.mean(3) if weight is None else jnp.einsum("bkmld,kl->bkmd", x, weight.astype(jnp.float32))
     return y.astype(rows.dtype)
 
@@ -38,6 +41,7 @@ def _entries(rows: Float[Array, "B K M l D"], weight: Float[Array, "K l"] | None
 def node_inputs(
     qkv: Float[Array, "S _ _"],
     gates: Float[Array, "S2 _ _"] | None,
+    gate_bias: Float[Array, " _"] | None,
     cos: Float[Array, "B T half"],
     sin: Float[Array, "B T half"],
     entries: EntryRows | None,
@@ -55,10 +59,11 @@ def node_inputs(
     sigmoids = k_cmp = v_cmp = None
     if gates is not None:
         columns = (kv_heads, group, 3) if shape.gates > 3 else (1, 1, 3)
-        raw = total(gates, rows, shape.gates, jnp.float32).reshape(batch, nodes, *columns)
+        raw = total(gates, rows, shape.gates, jnp.float32)
+        raw = (raw if gate_bias is None else raw + gate_bias.astype(jnp.float32)).reshape(batch, nodes, *columns)
         sigmoids = jnp.broadcast_to(jax.nn.sigmoid(raw), (batch, nodes, kv_heads, group, 3))
     if entries is not None:
-        k_cmp = _entries(gather_rows(entries.tail_k, raw_k, entries), entries.weight_k)
+        k_cmp = _entries(gather_rows(entries.tail_k, raw_k, entries), entries.weight_k, entries.position_k)
         k_cmp = rotate(k_cmp, entries.cos[:, None], entries.sin[:, None])
-        v_cmp = _entries(gather_rows(entries.tail_v, tree_v, entries), entries.weight_v)
+        v_cmp = _entries(gather_rows(entries.tail_v, tree_v, entries), entries.weight_v, entries.position_v)
     return NodeInputs(q=q, k=tree_k, v=tree_v, raw_k=raw_k, gates=sigmoids, k_cmp=k_cmp, v_cmp=v_cmp)

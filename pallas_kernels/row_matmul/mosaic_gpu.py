@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from ..errors import UnsupportedKernelError
-from .mosaic_product import BLOCKS, MAX_ROWS, STEP, Product, launch
+from .mosaic_product import BLOCKS, MAX_ROWS, STEP, TILE, Product, launch
 from .mosaic_sum import block_sum, touch
 
 plgpu: Any = jax.experimental.pallas.mosaic_gpu  # its type hints do not describe what it accepts
@@ -40,9 +40,9 @@ def require_rows(x: Array, *weights: Array) -> None:
     for weight in weights:
         if weight.dtype != x.dtype:
             raise UnsupportedKernelError(f"needs weights in the rows' {x.dtype}, got {weight.dtype}")
-        if weight.shape[0] % STEP or weight.shape[-1] % 8:
+        if weight.shape[0] % STEP or (weight.shape[-1] % 8 and weight.shape[-1] > TILE):
             raise UnsupportedKernelError(
-                f"needs weights of a multiple of {STEP} rows and 8 columns, got {weight.shape}"
+                f"needs weights of a multiple of {STEP} rows, and of 8 columns or {TILE} at most, got {weight.shape}"
             )
 
 
@@ -73,6 +73,8 @@ def matmul_parts(
       interpret: parameters of the interpreter, or None.
     """
     require_rows(x, *weights)
+    # Copies need lines of 16 bytes: a small matrix of other columns (gates) is copied to where it has them.
+    weights = tuple(jnp.pad(w, ((0, 0), (0, -w.shape[1] % 8))) for w in weights)
     product = Product(
         rows=x.shape[0],
         inputs=x.shape[1],
@@ -113,10 +115,8 @@ def residual_norm(
     interpret: Any = None,
 ) -> tuple[Float[Array, "R E"], Float[Array, "R E"]]:
     """See `api.residual_norm`; does not look at the device."""
-    if x.shape[1] % CHUNK:
-        raise UnsupportedKernelError(f"needs a multiple of {CHUNK} columns, got {x.shape[1]}")
-    if x.shape[1] > 16 * CHUNK:
-        raise UnsupportedKernelError(f"needs at most {16 * CHUNK} columns, got {x.shape[1]}")
+    if x.shape[1] % 8 or not CHUNK <= x.shape[1] <= 16 * CHUNK:
+        raise UnsupportedKernelError(f"needs a multiple of 8 columns, {CHUNK} to {16 * CHUNK}, got {x.shape[1]}")
     if x.shape[0] > MAX_ROWS:
         raise UnsupportedKernelError(f"needs at most {MAX_ROWS} rows, got {x.shape[0]}")
     if interpret is not None:
@@ -134,8 +134,9 @@ def _norm(
     rows, width = x.shape
     slices = 0 if parts is None else parts.shape[0]
     # Short code for many threads: a kernel this short waits for its instructions as much as for its data.
-    teams = 1 if interpret is not None else math.gcd(width // CHUNK, NORM_TEAMS)
-    own = width // CHUNK // teams  # chunks of a warpgroup
+    chunks, counted = -(-width // CHUNK), width % CHUNK or CHUNK  # the last chunk ends with the row, and counts so many
+    teams = 1 if interpret is not None or counted < CHUNK else math.gcd(chunks, NORM_TEAMS)
+    own = chunks // teams  # chunks of a warpgroup
 
     def read(ref: Any, *at: Any) -> Any:
         layout = plgpu.Layout.WG_STRIDED((CHUNK,), vec_size=4)
@@ -145,7 +146,10 @@ def _norm(
         *added, scale_ref, sum_ref, norm_ref, sums = refs
         row = lax.axis_index("t")
         team: Any = 0 if teams == 1 else lax.axis_index("wg")
-        places = [pl.ds(pl.multiple_of((team * own + i) * CHUNK, CHUNK), CHUNK) for i in range(own)]
+        starts: list[Any] = [pl.multiple_of((team * own + i) * CHUNK, CHUNK) for i in range(own)]
+        if counted < CHUNK:
+            starts[-1] = width - CHUNK
+        places = [pl.ds(start, CHUNK) for start in starts]
         if teams > 1:
             touch(scale_ref, width * scale.dtype.itemsize)  # no cache holds it, and it is read last
         values = [read(x_ref, row, at) for at in places]
@@ -155,7 +159,11 @@ def _norm(
             values = [value + other for value, other in zip(values, part, strict=True)]
         stream = [value.astype(x.dtype) for value in values]
         values = [value.astype(F32) for value in stream]
-        squares = functools.reduce(lambda a, b: a + b, [value * value for value in values])
+        squares = [value * value for value in values]
+        if counted < CHUNK:
+            at = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=plgpu.Layout.WG_STRIDED((CHUNK,), vec_size=4))
+            squares[-1] = jnp.where(at >= CHUNK - counted, squares[-1], 0.0)
+        squares = functools.reduce(lambda a, b: a + b, squares)
         total = jnp.sum(squares) if teams == 1 else block_sum(squares, sums, CHUNK, teams)
         factor = lax.rsqrt(total / width + eps)
         for at, value, kept, weight in zip(places, values, stream, scales, strict=True):

@@ -46,7 +46,7 @@ def check_products(seed: int) -> dict[str, float]:
 
     rows = int(rng.choice([1, 2, 5, 8, 9, 16, 33, 64, 65, 72, 129, 160]))
     inputs, columns = 64 * int(rng.choice([4, 9, 64, 224])), 8 * int(rng.integers(1, 800))
-    x, weights = random(rows, inputs), (random(inputs, columns), random(inputs, 96))
+    x, weights = random(rows, inputs), (random(inputs, columns), random(inputs, int(rng.choice([96, 27]))))
 
     def products(x: jax.Array, *weights: jax.Array) -> tuple[jax.Array, ...]:
         return matmul_parts(x, weights, (jnp.float32,) * 2, implementation=KERNEL)
@@ -66,7 +66,7 @@ def check_products(seed: int) -> dict[str, float]:
     gate, up = (np.asarray(x, np.float64) @ np.asarray(weight[:, i], np.float64) for i in (0, 1))
     errors["gated"] = relative_error(gated, gate / (1 + np.exp(-gate)) * up)
 
-    width = 512 * int(rng.choice([1, 2, 8]))
+    width = int(rng.choice([512, 576, 1024, 1992, 4096]))
     x, scale = random(rows, width), random(width)
     parts = random(int(rng.integers(1, 9)), rows + int(rng.integers(8)), width, dtype=jnp.float32)
     ours = _twice(lambda *a: residual_norm(*a, eps=1e-5, implementation=KERNEL), x, parts, scale)
@@ -80,7 +80,8 @@ def check_nodes(seed: int) -> dict[str, float]:
     """What attention reads of its nodes, and the commit, of one random shape."""
     rng = np.random.default_rng(seed)
     batch, nodes = int(rng.choice([1, 1, 2])), int(rng.choice([1, 2, 5, 17, 65, 129]))
-    size, kv_heads, group, dim = int(rng.choice([8, 32])), int(rng.choice([1, 2, 8])), int(rng.choice([1, 4, 8])), 128
+    size, kv_heads, group = int(rng.choice([8, 32])), int(rng.choice([1, 3, 8])), int(rng.choice([1, 3, 4, 8]))
+    dim = int(rng.choice([64, 128]))
     gates = int(rng.choice([0, 3, 3 * kv_heads * group]))
     shape = HeadShape(batch=batch, nodes=nodes, kv_heads=kv_heads, group=group, dim=dim, gates=gates)
     parents = np.stack([random_parents(rng, nodes, STYLES[seed % len(STYLES)]) for _ in range(batch)])
@@ -114,12 +115,15 @@ def check_nodes(seed: int) -> dict[str, float]:
         sin=sin,
         weight_k=weight[0],
         weight_v=weight[1],
+        position_k=random(kv_heads, size, dim) if seed % 2 else None,
+        position_v=random(kv_heads, size, dim) if seed % 4 == 1 else None,
     )
     parts, rows = int(rng.integers(1, 7)), batch * nodes + int(rng.integers(8))
     qkv = random(parts, rows, shape.columns + 64, dtype=jnp.float32)
     raw = random(3, rows, gates, dtype=jnp.float32) if gates else None
     arguments = (qkv, raw, *angles(nodes), entries)
-    named: dict[str, Any] = {"shape": shape, "dtype": jnp.bfloat16}
+    bias = random(gates) if gates and seed % 2 else None
+    named: dict[str, Any] = {"shape": shape, "dtype": jnp.bfloat16, "gate_bias": bias}
     ours = _twice(lambda *a: node_inputs(*a, **named, implementation=KERNEL), *arguments)
     theirs = jax.jit(lambda *a: node_inputs(*a, **named, implementation="reference"))(*arguments)
     exists, errors = np.asarray(done.node >= 0)[:, None, :, None], {}

@@ -24,8 +24,10 @@ def moves_of(*pairs: tuple[Any, Any], ascending: bool = False) -> tuple[RowMoves
     )
 
 
-def arrays(rng: np.random.Generator, *rows: int, batch: int = 2, dtype: Any = jnp.bfloat16) -> tuple[jax.Array, ...]:
-    return tuple(jnp.asarray(rng.standard_normal((batch, 2, count, 128)), dtype) for count in rows)
+def arrays(
+    rng: np.random.Generator, *rows: int, batch: int = 2, dtype: Any = jnp.bfloat16, dim: int = 128
+) -> tuple[jax.Array, ...]:
+    return tuple(jnp.asarray(rng.standard_normal((batch, 2, count, dim)), dtype) for count in rows)
 
 
 def by_hand(old: Any, new: Any, moves: Any, which: Any) -> list[np.ndarray]:
@@ -48,11 +50,11 @@ MOVES = (  # all, some and none of a path; the last row; a ring that wraps
 )
 
 
-@pytest.mark.parametrize("name", ["xla", "reference", "mosaic_gpu"])
-def test_rows_go_where_they_belong_and_nowhere_else(name):
+@pytest.mark.parametrize(("name", "dim"), [("xla", 128), ("reference", 128), ("mosaic_gpu", 128), ("mosaic_gpu", 64)])
+def test_rows_go_where_they_belong_and_nowhere_else(name, dim):
     """A dropped row that lands somewhere, a row of another head or sequence, clobbered rows."""
     rng = np.random.default_rng(0)
-    old, new, moves = arrays(rng, *OLD), arrays(rng, *NEW), moves_of(*MOVES)
+    old, new, moves = arrays(rng, *OLD, dim=dim), arrays(rng, *NEW, dim=dim), moves_of(*MOVES)
     if name == "mosaic_gpu":
         got = jax.jit(lambda old, new, moves: mosaic.append_rows(old, new, moves, WHICH, interpret=INTERPRET))(
             old, new, moves
@@ -66,12 +68,13 @@ def test_rows_go_where_they_belong_and_nowhere_else(name):
 INTERPRET = plgpu.InterpretGPUParams()
 
 
-def test_all_layers_are_one_launch_in_place():
+@pytest.mark.parametrize("dim", [64, 128])
+def test_all_layers_are_one_launch_in_place(dim):
     """A launch per layer, or caches that are copied."""
     layers, shape = 8, jax.ShapeDtypeStruct
 
     def rows(*counts: int) -> tuple[Any, ...]:
-        return tuple(shape((1, 8, count, 128), jnp.bfloat16) for _ in range(layers) for count in counts)
+        return tuple(shape((1, 8, count, dim), jnp.bfloat16) for _ in range(layers) for count in counts)
 
     moves = moves_of(*((np.zeros((1, width)), np.zeros((1, width))) for width in (7, 1, 7)))
     which = (0, 0, 1, 1, 2, 2) * layers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -35,12 +34,16 @@ class Case:
     size: int = 8
     parts: int = 3
     weighted: bool = False
+    positions: bool = False
     gates: int = 12
+    gate_bias: bool = False
 
 
 CASES = {
     "tree": Case(parents=(-1, 0, 0, 1, 3), lengths=(3, 22), weighted=True),
     "decode": Case(parents=(-1,), lengths=(7,), group=1, parts=1, gates=3),
+    "positions": Case(parents=(-1, 0, 0, 1, 3), lengths=(3, 22), weighted=True, positions=True, gate_bias=True),
+    "shared_gates": Case(parents=(-1, 0), lengths=(6,), positions=True, gates=3, gate_bias=True),
     "nothing_completed": Case(parents=(-1, 0), lengths=(9,), kv_heads=1, gates=0),
 }
 
@@ -77,16 +80,19 @@ def arguments_of(case: Case, dim: int = 128) -> tuple[tuple[Any, ...], HeadShape
         sin=sin,
         weight_k=random(case.kv_heads, case.size) if case.weighted else None,
         weight_v=random(case.kv_heads, case.size) if case.weighted else None,
+        position_k=random(case.kv_heads, case.size, dim) if case.positions else None,
+        position_v=random(case.kv_heads, case.size, dim) if case.positions else None,
     )
     rows, kind = batch * nodes + 3, jnp.bfloat16 if case.parts == 1 else jnp.float32  # padded
     qkv = random(case.parts, rows, shape.columns + 128, dtype=kind)
     gates = random(2, rows, 128, dtype=jnp.float32) if case.gates else None
-    return (qkv, gates, *angles(nodes), entries), shape
+    bias = random(case.gates) if case.gate_bias else None
+    return (qkv, gates, bias, *angles(nodes), entries), shape
 
 
 def compare(got: NodeInputs, arguments: tuple[Any, ...], shape: HeadShape) -> None:
     want = reference.node_inputs(*arguments, shape, jnp.bfloat16)
-    exists = np.asarray(arguments[4].completions.node >= 0)[:, None, :, None]
+    exists = np.asarray(arguments[5].completions.node >= 0)[:, None, :, None]
     for name in FIELDS:
         ours, theirs = getattr(got, name), getattr(want, name)
         if theirs is None:
@@ -100,10 +106,11 @@ def compare(got: NodeInputs, arguments: tuple[Any, ...], shape: HeadShape) -> No
             assert relative_error(ours, theirs) < TOLERANCE, name
 
 
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_interpreted_op_follows_the_definition(name):
+def test_interpreted_op_follows_the_definition(name, dim):
     """Halves that are not exchanged, rows of another node or head, an entry of a sibling's rows, parts left out."""
-    arguments, shape = arguments_of(CASES[name])
+    arguments, shape = arguments_of(CASES[name], dim)
     run = jax.jit(lambda *arrays: mosaic.node_inputs(*arrays, shape, jnp.bfloat16, interpret=INTERPRET))
     compare(run(*arguments), arguments, shape)
 
@@ -111,16 +118,19 @@ def test_interpreted_op_follows_the_definition(name):
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_portable_op_follows_the_definition(name):
     arguments, shape = arguments_of(CASES[name], dim=16)
-    run = functools.partial(node_inputs, shape=shape, dtype=jnp.bfloat16, implementation="xla")
+    named: dict[str, Any] = {"shape": shape, "dtype": jnp.bfloat16, "implementation": "xla"}
+    run = lambda qkv, gates, bias, *more: node_inputs(qkv, gates, *more, gate_bias=bias, **named)  # noqa: E731
     compare(jax.jit(run)(*arguments), arguments, shape)
 
 
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("nodes", [1, 65])
-def test_op_lowers_to_one_kernel(nodes):
+def test_op_lowers_to_one_kernel(nodes, dim):
     """What the interpreter accepts and the compiler refuses."""
     parents = (-1, *((node - 1) // 2 for node in range(1, nodes)))
     case = Case(parents=parents, lengths=(1000,), kv_heads=8, group=4, size=32, parts=5, gates=96)
-    arguments, shape = arguments_of(case)
+    case = dataclasses.replace(case, weighted=True, positions=dim == 64, gate_bias=dim == 64)
+    arguments, shape = arguments_of(case, dim)
     run = jax.jit(lambda *arrays: mosaic.node_inputs(*arrays, shape, jnp.bfloat16))
     text = run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
@@ -129,11 +139,13 @@ def test_op_lowers_to_one_kernel(nodes):
 def test_what_does_not_fit_is_refused():
     arguments, shape = arguments_of(CASES["tree"])
     with pytest.raises(ShapeError, match="qkv has shape"):
-        node_inputs(arguments[0][:, :2], *arguments[1:], shape=shape, dtype=jnp.bfloat16)
+        node_inputs(arguments[0][:, :2], arguments[1], *arguments[3:], shape=shape, dtype=jnp.bfloat16)
     with pytest.raises(ShapeError, match="both or none"):
-        node_inputs(arguments[0], None, *arguments[2:], shape=shape, dtype=jnp.bfloat16)
+        node_inputs(arguments[0], None, *arguments[3:], shape=shape, dtype=jnp.bfloat16)
+    with pytest.raises(ShapeError, match="gate_bias has shape"):
+        node_inputs(*arguments[:2], *arguments[3:], gate_bias=jnp.zeros(5), shape=shape, dtype=jnp.bfloat16)
     with pytest.raises(UnsupportedKernelError, match="bfloat16"):
         mosaic.node_inputs(*arguments, shape, jnp.float32)
-    arguments, shape = arguments_of(CASES["tree"], dim=64)
-    with pytest.raises(UnsupportedKernelError, match="multiple of 128"):
+    arguments, shape = arguments_of(CASES["tree"], dim=32)
+    with pytest.raises(UnsupportedKernelError, match="64 or a multiple of 128"):
         mosaic.node_inputs(*arguments, shape, jnp.bfloat16)
