@@ -67,10 +67,25 @@ def take_rows(x: Array, index: Int[Array, "B P"]) -> Array:
     return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
 
 
+def _inverse(order: Int[Array, "B N"]) -> Int[Array, "B N"]:
+    """The inverse permutation. Few nodes: XLA compares all pairs in one launch, and sorts in many."""
+    index = jnp.arange(order.shape[1], dtype=jnp.int32)
+    return jnp.where(order[:, None, :] == index[:, None], index, 0).sum(-1, dtype=jnp.int32)
+
+
+def _places(*keys: Int[Array, "B N"]) -> Int[Array, "B N"]:
+    """Where a stable sort puts each node; the first key counts most."""
+    index = jnp.arange(keys[0].shape[1])
+    before = index[None, :] < index[:, None]
+    for key in reversed(keys):
+        mine, other = key[:, :, None], key[:, None, :]
+        before = (other < mine) | ((other == mine) & before)
+    return before.sum(-1, dtype=jnp.int32)
+
+
 def reorder(tree: DraftTree, order: Int[Array, "B N"]) -> DraftTree:
     """The same tree with node `order[i]` at index i; order[0] must be 0 and parents must stay before children."""
-    inverse = jnp.argsort(order, axis=1)
-
+    inverse = _inverse(order)
     parent = take_rows(tree.parent, order)
     moved = jnp.take_along_axis(inverse, jnp.maximum(parent, 0), axis=1).astype(jnp.int32)
     return DraftTree(
@@ -101,14 +116,11 @@ def flatten(tree: DraftTree, traversal: str, max_depth: int) -> DraftTree:
     last = jnp.int32(2 * nodes)
     if traversal == "bfs":
         # After pass d, the places of nodes at depth <= d are final: each is sorted by its parent's place.
-        place = jnp.zeros((batch, nodes), jnp.int32)
-        order = place
+        place, level = jnp.zeros((batch, nodes), jnp.int32), jnp.where(tree.valid, depth, last)
         for _ in range(max_depth + 1):
             up = jnp.take_along_axis(place, jnp.maximum(tree.parent, 0), axis=1)
-            key = jnp.where(tree.valid, depth, last)
-            order = jnp.lexsort((tree.rank, up, key), axis=1).astype(jnp.int32)
-            place = jnp.argsort(order, axis=1).astype(jnp.int32)
-        return reorder(tree, order)
+            place = _places(level, up, tree.rank)
+        return reorder(tree, _inverse(place))
     # Preorder: a node follows its parent and the whole subtrees of its earlier siblings.
     size = jnp.where(tree.valid[:, :, None], above, False).sum(1, dtype=jnp.int32)
     sibling = (tree.parent[:, :, None] == tree.parent[:, None, :]) & tree.valid[:, None, :]
@@ -120,4 +132,4 @@ def flatten(tree: DraftTree, traversal: str, max_depth: int) -> DraftTree:
     offset = jnp.where(tree.parent < 0, 0, offset)
     place = jnp.where(above, offset[:, None, :], 0).sum(-1)
     place = jnp.where(tree.valid, place, last + index)
-    return reorder(tree, jnp.argsort(place, axis=1).astype(jnp.int32))
+    return reorder(tree, _inverse(_places(place)))

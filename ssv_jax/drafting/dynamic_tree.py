@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..tree import DraftTree
+from .ranking import best, largest
 
 # Stands for impossible tokens and for NaN, so that sums stay finite and comparable.
 _LOWEST = -1e30
@@ -51,25 +52,16 @@ def check_tree(*, depth: int, top_k: int, nodes: int) -> None:
         )
 
 
-def best(score: Float[Array, "B n"], count: int) -> Int[Array, "B count"]:
-    """Indices of the `count` first items by (-score, index), in rising order."""
-    index = jnp.broadcast_to(jnp.arange(score.shape[1], dtype=jnp.int32), score.shape)
-    order = jnp.lexsort((index, -score), axis=1)[:, :count]
-    return jnp.sort(order, axis=1).astype(jnp.int32)
-
-
 def top_candidates(logits: Float[Array, "B R V"], count: int) -> tuple[Float[Array, "B R k"], Int[Array, "B R k"]]:
     """Log-probabilities and ids of the `count` most likely tokens, by (-log-probability, id).
 
-    The order among those returned is explicit; which of several equally likely tokens takes the last place is
-    left to the device's top-k, which decides nothing but a draft.
+    Which of several equally likely tokens takes the last place is left to the device, and decides nothing but a draft.
     """
     log_p = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     # Never above 0, so that a child cannot outscore its parent.
     log_p = jnp.where(jnp.isnan(log_p), _LOWEST, jnp.clip(log_p, _LOWEST, 0.0))
-    value, token = jax.lax.top_k(log_p, count)
-    order = jnp.lexsort((token, -value), axis=-1)
-    return jnp.take_along_axis(value, order, axis=-1), jnp.take_along_axis(token, order, axis=-1)
+    # In one launch by itself; joined with what follows it would be three.
+    return largest(jax.lax.optimization_barrier(log_p), count)
 
 
 def tree_from_pool(

@@ -27,8 +27,9 @@ from ..pallas_kernels import TreeQueries, chain
 from ..pallas_kernels.dispatch import Implementation
 from ..sampling import Sampling, probabilities, sample_from
 from ..tree import DraftTree, take_rows
-from .dynamic_tree import best, check_tree, top_candidates, tree_from_pool
+from .dynamic_tree import check_tree, top_candidates, tree_from_pool
 from .protocol import Observation, Params
+from .ranking import best
 
 
 @jax.tree_util.register_dataclass

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from ssv_jax import loop
-from ssv_jax.drafting.dynamic_tree import best, check_tree, pool_size, top_candidates, tree_from_pool
+from ssv_jax.drafting.dynamic_tree import check_tree, pool_size, top_candidates, tree_from_pool
 from ssv_jax.drafting.eagle3 import Eagle3Drafter, Eagle3SampledDrafter, Eagle3State, load_drafter
 from ssv_jax.drafting.none import NoDrafter
 from ssv_jax.drafting.protocol import Observation, Params
+from ssv_jax.drafting.ranking import best
 from ssv_jax.models import eagle3
 from ssv_jax.models.eagle3_config import Eagle3Config
 from ssv_jax.models.eagle3_loading import export_eagle3
