@@ -26,6 +26,7 @@ import numpy as np
 from _subject import Subject
 
 from ssv_jax import Strategy, loop
+from ssv_jax.calls import Packed, decode_packed, lower
 from ssv_jax.controller import Decision, Fixed, Observed, Pilot
 from ssv_jax.drafting.none import NoDrafter
 from ssv_jax.drafting.protocol import Observation, Params
@@ -256,15 +257,11 @@ class Bench:
         shapes, bare = (jax.eval_shape(functools.partial(first, label)) for label in ("", PLAIN))
 
         def prefill() -> Any:
-            jitted = jax.jit(loop.prefill_chunk, static_argnames=("decoding", "size"), donate_argnames="state")
-            decoding = self.decodings[self.lanes.base]
-            return jitted.lower(decoding=decoding, params=self.params, state=shapes, size=self.chunk)
+            return lower(loop.prefill_chunk, self.decodings[self.lanes.base], self.params, shapes, self.chunk)
 
         def decode(label: str) -> Any:
-            jitted = jax.jit(loop.decode_until, static_argnames=("decoding", "rounds"), donate_argnames="state")
-            state, decoding = bare if label == PLAIN else shapes, self.decodings[label]
-            most = np.int32(self.rounds)
-            return jitted.lower(decoding=decoding, params=self.params, state=state, rounds=self.rounds, most=most)
+            state, most = bare if label == PLAIN else shapes, np.int32(self.rounds)
+            return lower(decode_packed, self.decodings[label], self.params, state, self.rounds, most)
 
         def verify(label: str) -> Any:
             jitted = jax.jit(verify_rounds, static_argnames="decoding", donate_argnames="state")
@@ -287,17 +284,18 @@ class Bench:
         self._compiled |= {key[1:]: value for key, value in compiled.items() if key[0] is self}
 
     def prefill(self, state: DecodeState) -> DecodeState:
-        return self._compiled["prefill",](params=self.params, state=state)[0]
+        return self._compiled["prefill",](self.params, state)[0]
 
-    def decode(self, label: str, state: DecodeState, rounds: int | None = None) -> Any:
+    def decode(self, label: str, state: DecodeState, rounds: int | None = None) -> tuple[DecodeState, Packed]:
         """One call, of all its rounds if not told fewer."""
         most = np.int32(rounds or self.rounds)
         if label != PLAIN or self.params.draft is None:  # without a head they are the same
             label = self.lanes.base if label == PLAIN else label
-            return self._compiled["decode", label](params=self.params, state=state, most=most)
+            new, out = self._compiled["decode", label](self.params, state, most)
+            return new, Packed(out, self.rounds)
         bare = dataclasses.replace(state, drafter=None)
-        new, out = self._compiled["decode", PLAIN](params=self.params, state=bare, most=most)
-        return dataclasses.replace(new, drafter=state.drafter), out
+        new, out = self._compiled["decode", PLAIN](self.params, bare, most)
+        return dataclasses.replace(new, drafter=state.drafter), Packed(out, self.rounds)
 
     def verified(self, label: str, state: DecodeState, rounds: int) -> DecodeState:
         """See `verify_rounds`."""
@@ -406,9 +404,9 @@ class Document:
         while running:
             context = self.context + len(tokens)
             decision = pilot.decide(context)
-            state, out = bench.decode(decision.label, state, decision.rounds)
-            out, status = jax.device_get((out, state.status))  # one transfer
-            running = status[0] == RUNNING
+            state, packed = bench.decode(decision.label, state, decision.rounds)
+            out = packed.fetch()
+            running = out.status[0] == RUNNING
             happened = out.emitted[0] > 0
             accepted = tuple(out.accepted[0][happened].tolist())
             seconds = time.perf_counter() - began
@@ -427,8 +425,8 @@ class Document:
         state = restored(self.state, _copies(self._here))
         jax.block_until_ready(state)
         began = time.perf_counter()
-        self.state, out = self.bench.decode(label, state)
-        jax.device_get((out, self.state.status))
+        self.state, packed = self.bench.decode(label, state)
+        packed.fetch()
         return time.perf_counter() - began
 
     def fixed(self, label: str) -> Run:

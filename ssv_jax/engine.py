@@ -387,7 +387,8 @@ class Engine:
             done = min(done + size, len(ids))
             jax.block_until_ready(state.status)
             self._progress("prefill", done, len(ids))
-        check_finite(state, 0)
+        status = int(np.asarray(state.status)[0])
+        check_finite(status, 0)
         tokens = [int(state.history[0, len(ids)])]
         pilot = self._pilot(options, [*ids, *tokens])
         prefill_seconds = time.perf_counter() - began
@@ -398,21 +399,20 @@ class Engine:
         began = time.perf_counter()
         decode_seconds = 0.0
         log = PlanLog(self._explain)
-        while int(state.status[0]) == RUNNING and not scanner.stopped:
+        while status == RUNNING and not scanner.stopped:
             decision = pilot.decide(len(ids) + len(tokens))
             if decision.label not in calls:
                 decode_seconds = time.perf_counter() - began
                 decoding = decodings[decision.label]
                 calls[decision.label] = self.variants.decode(decoding, self._params, state, rounds)
                 began = time.perf_counter() - decode_seconds
-            state, out = calls[decision.label](self._params, state, decision.rounds or rounds)
-            sums = (state.stats.overlap, state.stats.overlap_count) if self._planner else (0.0, 0.0)
-            out, sums = jax.device_get((out, sums))  # one transfer a call
-            new = out.tokens[0, : int(out.count[0])].tolist()
+            state, packed = calls[decision.label](self._params, state, decision.rounds or rounds)
+            out = packed.fetch()
+            status, new = int(out.status[0]), out.tokens[0, : out.count[0]].tolist()
             spent, decode_seconds = decode_seconds, time.perf_counter() - began
             happened = out.emitted[0] > 0
             if self._planner is not None:
-                log.add(decision, *map(float, sums))
+                log.add(decision, out.overlap, out.overlap_count)
                 pilot.observe(
                     Observed(
                         label=decision.label,
@@ -430,7 +430,7 @@ class Engine:
             self._progress("decode", len(tokens), options.max_new_tokens)
             yield Chunk(text=scanner.push(new), tokens=tuple(new))
             began = time.perf_counter() - decode_seconds  # the consumer's time is not ours
-        check_finite(state, len(tokens))  # a failed state ends the loop
+        check_finite(status, len(tokens))  # a failed state ends the loop
         rest = scanner.flush()
         if rest:
             yield Chunk(text=rest, tokens=())
@@ -440,7 +440,7 @@ class Engine:
             prompt_ids=tuple(ids),
             tokens=tuple(tokens),
             text=scanner.text if self.tokenizer else None,
-            finish_reason=_finish_reason(state, scanner.stopped, len(tokens), options),
+            finish_reason=_finish_reason(status, scanner.stopped, len(tokens), options),
             timings_s={
                 "load": self.load_seconds,
                 "compile": self.variants.compile_seconds - compiled_before,
@@ -523,9 +523,9 @@ def prefill_sizes(tokens: int) -> list[int]:
     return sizes
 
 
-def _finish_reason(state: DecodeState, by_string: bool, emitted: int, options: GenerationOptions) -> FinishReason:
+def _finish_reason(status: int, by_string: bool, emitted: int, options: GenerationOptions) -> FinishReason:
     if by_string:
         return "stop_string"
-    if int(state.status[0]) == STOPPED:
+    if status == STOPPED:
         return "stop"
     return "length" if emitted >= options.max_new_tokens else "context"

@@ -61,7 +61,7 @@ class DecodeState:
       count: known tokens; 0 until prefill has begun to know them beyond the prompt.
       prompt: prompt tokens.
       limit: `count` at which the sequence is exhausted.
-      status: RUNNING, STOPPED (by a stop token) or EXHAUSTED (by `limit`).
+      status: RUNNING, STOPPED (by a stop token), EXHAUSTED (by `limit`) or FAILED.
       key: folded with `round` before use.
       round: rounds done, prefill passes included.
       drafter: the drafter's own state.
@@ -103,17 +103,17 @@ class Emitted:
     emitted: Int[Array, "B R"]
 
 
-def check_finite(state: DecodeState, emitted: int) -> None:
-    """Refuses to go on with the first sequence where the target's logits were not finite.
+def check_finite(status: int, emitted: int) -> None:
+    """Refuses to go on with a sequence where the target's logits were not finite.
 
     Args:
-      state: after prefill or rounds.
+      status: of the sequence, after prefill or rounds.
       emitted: new tokens so far, for the message.
 
     Raises:
       NumericsError: says what to try.
     """
-    if int(state.status[0]) == FAILED:
+    if status == FAILED:
         raise NumericsError(
             f"the model's logits are not finite after {emitted} new tokens: its weights are damaged, or too large for "
             "the dtype: try float32"

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import loop
+from .calls import Leaves, Packed, decode_packed, lower
 from .loop import Decoding
 from .models.sharding import state_sharding
 from .state import DecodeState
@@ -34,6 +35,9 @@ def compiler_options() -> dict[str, Any] | None:
 class Variants:
     """Executables of one model. After warm-up `compilations` must not grow.
 
+    They hold the parameters that they were last called with, and take them to be as they were then: after a change,
+    give them another object.
+
     Args:
       mesh: devices that parameters and state are spread over, None for one device.
     """
@@ -43,6 +47,7 @@ class Variants:
         self.compilations = 0
         self.compile_seconds = 0.0
         self._executables: dict[Any, Callable[..., Any]] = {}
+        self._leaves = Leaves()
         self._lock = threading.Lock()
 
     def prepare(
@@ -78,9 +83,17 @@ class Variants:
         return self._get(loop.prefill_chunk, decoding, params, state, "size", size)
 
     def decode(self, decoding: Decoding, params: Any, state: DecodeState, rounds: int) -> Callable[..., Any]:
-        """`loop.decode_until` of so many rounds or fewer, as a function of (params, state, most); donates the state."""
-        call = self._get(loop.decode_until, decoding, params, state, "rounds", rounds, most=np.int32(rounds))
-        return lambda params, state, most=rounds: call(params, state, most=np.int32(most))
+        """`loop.decode_until` of so many rounds or fewer, as a function of (params, state, most); donates the state.
+
+        It returns the state after, and what it did as a `Packed`, without waiting for either.
+        """
+        call = self._get(decode_packed, decoding, params, state, "rounds", rounds, np.int32(rounds))
+
+        def decode(params: Any, state: DecodeState, most: int = rounds) -> tuple[DecodeState, Packed]:
+            state, packed = call(params, state, np.int32(most))
+            return state, Packed(packed, rounds)
+
+        return decode
 
     def _get(
         self,
@@ -90,28 +103,22 @@ class Variants:
         state: DecodeState,
         static: str,
         value: int,
-        **numbers: np.int32,
+        *numbers: np.int32,
     ) -> Callable[..., Any]:
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(state))
-        key = (function.__name__, decoding, value, shapes)
+        name = function.__name__
+        key = (name, decoding, value, shapes)
         if key not in self._executables:
             began = time.perf_counter()
             shardings: Any = None
             if self.mesh is not None:
                 replicated = NamedSharding(self.mesh, PartitionSpec())
-                shardings = (state_sharding(self.mesh, state), replicated)
-            jitted = jax.jit(
-                function,
-                static_argnames=("decoding", static),
-                donate_argnames=("state",),
-                out_shardings=shardings,
-            )
-            lowered = jitted.lower(decoding=decoding, params=params, state=state, **{static: value}, **numbers)
-            executable = lowered.compile(compiler_options())
-            self._executables[key] = lambda params, state, **more: executable(params=params, state=state, **more)
+                shardings = (jax.tree.leaves(state_sharding(self.mesh, state)), replicated)
+            lowered = lower(function, decoding, params, state, value, *numbers, shardings=shardings)
+            self._executables[key] = lowered.compile(compiler_options(), self._leaves)
             seconds = time.perf_counter() - began
             with self._lock:
                 self.compilations += 1
                 self.compile_seconds += seconds
-            logger.info("compiled %s(%s=%d) in %.1f s", function.__name__, static, value, seconds)
+            logger.info("compiled %s(%s=%d) in %.1f s", name, static, value, seconds)
         return self._executables[key]

@@ -171,9 +171,10 @@ class Generator:
         for _ in range(-(-longest // size)):
             state, _ = prefill(self._params, state)
         began = reported = time.monotonic()
-        emitted = 1
-        while (running := int((state.status == RUNNING).sum())) > 0:
-            state, _ = decode(self._params, state)
+        emitted, running = 1, _running(np.asarray(state.status))
+        while running:
+            state, packed = decode(self._params, state)
+            running = _running(packed.fetch().status)
             emitted += request.rounds
             now = time.monotonic()
             if now - reported > _REPORT_SECONDS:
@@ -182,6 +183,11 @@ class Generator:
                 say(f"  up to {emitted} of {request.max_new_tokens} tokens, {running} running, {rate:.1f} steps/s")
         history, count = jax.device_get((state.history, state.count))
         return [history[row, lengths[row] : count[row]] for row in range(len(prompts))]
+
+
+def _running(status: np.ndarray) -> int:
+    """Sequences that are not finished."""
+    return int((status == RUNNING).sum())
 
 
 def _capacity(tokens: int) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import threading
+import weakref
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ from ssv_jax.drafting.observing import Observing
 from ssv_jax.drafting.protocol import Params
 from ssv_jax.models import eagle3
 from ssv_jax.models.eagle3_config import Eagle3Config
+from ssv_jax.state import EXHAUSTED, FAILED, RUNNING, STOPPED
 from ssv_jax.variants import Variants
 from tests.e2e import harness
 
@@ -114,17 +117,79 @@ def test_what_is_collected_equals_what_is_observed_at_once(name):
             np.testing.assert_allclose(ours.v[row, :, :length], theirs.v[row, :, :length], rtol=1e-4, atol=1e-5)
 
 
+def prefilled(decoding: loop.Decoding, params: Params, batch: int = 1):
+    prompts = jnp.asarray(np.random.default_rng(0).integers(0, 9, (batch, 14)), jnp.int32)
+    lengths = jnp.full((batch,), 14, jnp.int32)
+    state = loop.init_state(decoding, prompts, lengths, max_new_tokens=30, key=jax.random.key(0), capacity=64)
+    return harness.prefill_chunk(decoding, params, state, 16)[0]
+
+
 def test_a_call_of_fewer_rounds_than_its_executable():
     """Rounds that a planner did not ask for, and more than there is room for."""
     target = harness.model("overlapping")
     decoding, params, variants = harness.decoding(target), target.params, Variants()
-    prompts = jnp.asarray(np.random.default_rng(0).integers(0, 9, (1, 14)), jnp.int32)
-    state = loop.init_state(decoding, prompts, jnp.array([14]), max_new_tokens=30, key=jax.random.key(0), capacity=64)
-    state, _ = harness.prefill_chunk(decoding, params, state, 16)
+    state = prefilled(decoding, params)
     call, done = variants.decode(decoding, params, state, 8), []
     for most in (3, 1, 8, 100):
         state, out = call(params, state, most)
-        done.append(int((out.emitted[0] > 0).sum()))
+        done.append(int((out.fetch().emitted[0] > 0).sum()))
     assert done == [3, 1, 8, 8]
-    assert int((call(params, state)[1].emitted[0] > 0).sum()) == 8
+    assert int((call(params, state)[1].fetch().emitted[0] > 0).sum()) == 8
     assert variants.compilations == 1
+
+
+def test_what_a_call_did_arrives_whole_whatever_became_of_its_sequences():
+    """A field in another's columns, rows mixed up, sums that are no longer floats, or a status from before the call."""
+    target = harness.model("overlapping")
+    drafter = NgramDrafter(depth=2, branches=2, num_nodes=5)
+    decoding = harness.decoding(target, drafter, measure_overlap=True)
+    state = prefilled(decoding, target.params, batch=4)
+    state = dataclasses.replace(
+        state,
+        limit=state.limit.at[1].set(state.count[1] + 3),
+        status=state.status.at[3].set(FAILED),
+    )
+    _, free = harness.decode_until(decoding, target.params, state, 6)
+    free = [free.tokens[row, : free.count[row]].tolist() for row in range(3)]
+    stop = next(token for token in free[2][1:] if token not in free[0] + free[1])
+    decoding = dataclasses.replace(decoding, stop_ids=(stop,))
+    after, want = harness.decode_until(decoding, target.params, state, 6)
+
+    call = Variants().decode(decoding, target.params, state, 6)
+    mine, packed = call(target.params, state)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state)), "donated"
+    got = packed.fetch()
+    assert got.status.tolist() == [RUNNING, EXHAUSTED, STOPPED, FAILED]
+    np.testing.assert_array_equal(got.status, after.status)
+    for field in dataclasses.fields(want):
+        np.testing.assert_array_equal(getattr(got, field.name), getattr(want, field.name), field.name)
+    assert got.overlap == float(mine.stats.overlap) > 0
+    assert got.overlap_count == float(mine.stats.overlap_count) > 0
+    assert jax.tree.structure(mine) == jax.tree.structure(after)
+    np.testing.assert_array_equal(mine.history, after.history)
+
+
+def test_each_parameters_give_their_own_results_and_are_let_go():
+    """Leaves of parameters that were given before; parameters held for ever, by these or by what they compiled."""
+    target = harness.model("overlapping")
+    decoding, variants = harness.decoding(target), Variants()
+    mine = [Params(target=harness.model("overlapping", seed).params.target) for seed in (0, 1)]
+    plain = [harness.decode_until(decoding, params, prefilled(decoding, params), 4)[1] for params in mine]
+    want = [out.tokens.tolist() for out in plain]
+    assert want[0] != want[1]
+    call = variants.decode(decoding, mine[0], prefilled(decoding, mine[0]), 4)
+    for at in (0, 1, 0, 0, 1):
+        assert call(mine[at], prefilled(decoding, mine[at]))[1].fetch().tokens.tolist() == want[at]
+    assert variants.compilations == 1
+
+    first, second = map(weakref.ref, mine)
+    del mine
+    gc.collect()
+    assert first() is None, "others have been given since"
+    assert second() is not None
+    gc.disable()  # no cycle keeps memory until a collection
+    try:
+        del variants, call
+        assert second() is None
+    finally:
+        gc.enable()
