@@ -99,17 +99,17 @@ class Leaves:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[Any, list[Any]] = None, []
+        self._last: tuple[Any, list[Any], Any] = None, [], None
 
-    def of(self, params: Any) -> list[Any]:
-        """Those of these parameters."""
+    def of(self, params: Any) -> tuple[list[Any], Any]:
+        """The leaves of these parameters and their structure, the same objects as long as the parameters are."""
         last = self._last  # read once: another thread may replace it
         if last[0] is not params:
-            self._last = last = params, jax.tree.leaves(params)
-        return last[1]
+            self._last = last = params, *jax.tree.flatten(params)
+        return last[1], last[2]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Lowered:
     """A function of flat lists of arrays, lowered.
 
@@ -117,19 +117,38 @@ class Lowered:
 
     Args:
       lowered: what JAX compiles.
-      structure: of the state.
+      params, state: structures that the lists come from.
     """
 
     lowered: jax.stages.Lowered
-    structure: Any
+    params: Any
+    state: Any
 
     def compile(self, options: dict[str, Any] | None, leaves: Leaves | None = None) -> Callable[..., Any]:
-        """The executable, as a function of (params, state, *numbers) that donates the state."""
-        executable, structure = self.lowered.compile(options), self.structure
+        """The executable, as a function of (params, state, *numbers) that donates the state.
+
+        Args:
+          options: of XLA.
+          leaves: shared with other executables of the same parameters; by default its own.
+
+        Returns:
+          A function that gives the state after and what else there is. It raises ValueError for parameters or a state
+          of another structure than were lowered, whose arrays might fit all the same.
+        """
+        executable = self.lowered.compile(options)
         leaves = Leaves() if leaves is None else leaves
+        wanted, structure, known = self.params, self.state, None
 
         def call(params: Any, state: DecodeState, *numbers: np.int32) -> tuple[DecodeState, Any]:
-            after, out = executable(leaves.of(params), jax.tree.leaves(state), *numbers)
+            nonlocal known
+            flat_params, found = leaves.of(params)
+            flat_state, same = jax.tree.flatten(state)
+            if found is not known and found != wanted:
+                raise ValueError("params have another structure than those that it was compiled for: compile for them")
+            if same != structure:
+                raise ValueError("state has another structure than the one that this was compiled for: compile for it")
+            known = found
+            after, out = executable(flat_params, flat_state, *numbers)
             return jax.tree.unflatten(structure, after), out
 
         return call
@@ -151,7 +170,10 @@ def lower(
       decoding: the run.
       params, state, numbers: arrays or their shapes.
       value: static, size of a chunk or number of rounds.
-      shardings: of the flat outputs.
+      shardings: a list of those of the state's leaves, and that of what else comes back; None for one device.
+
+    Returns:
+      What `Lowered.compile` makes an executable of.
     """
     flat_state, structure = jax.tree.flatten(state)
     flat_params, params_structure = jax.tree.flatten(params)
@@ -165,4 +187,5 @@ def lower(
 
     flat.__name__ = function.__name__  # of the program, in traces
     jitted = jax.jit(flat, donate_argnums=1, out_shardings=shardings)
-    return Lowered(jitted.lower(flat_params, flat_state, *numbers), structure)
+    lowered = jitted.lower(flat_params, flat_state, *numbers)
+    return Lowered(lowered=lowered, params=params_structure, state=structure)

@@ -1,7 +1,8 @@
 """Orders of a few scores without sorting, in launches that XLA fuses.
 
 On a GPU XLA sorts a few dozen numbers in several copies and a kernel, and takes the eight largest of 16,384 with a
-kernel of 43 us that no graph can hold (one H200). Counting who comes before whom takes one reduction.
+kernel of 43 us that no graph can hold (one H200). Counting who comes before whom takes one reduction. A NaN comes
+before nothing and behind nothing: indices are then out of range.
 """
 
 from __future__ import annotations
@@ -65,8 +66,7 @@ def _by_chunks(score: Float[Array, "... n"], count: int) -> tuple[Float[Array, "
     lead, size = score.shape[:-1], score.shape[-1]
     chunks = -(-size // CHUNK)
     # Padding has the highest indices, so that it loses against any score as low as itself.
-    low = jnp.finfo(score.dtype).min
-    padded = jnp.pad(score, [(0, 0)] * len(lead) + [(0, chunks * CHUNK - size)], constant_values=low)
+    padded = jnp.pad(score, [(0, 0)] * len(lead) + [(0, chunks * CHUNK - size)], constant_values=-jnp.inf)
     padded = padded.reshape(*lead, chunks, CHUNK)
     few = min(count, chunks)
     kept = _picked(ranks(padded.max(-1)), few, jnp.arange(chunks, dtype=jnp.int32))

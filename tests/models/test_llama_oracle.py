@@ -51,6 +51,10 @@ CONFIGS = {
         num_heads=6,
         qk_norm=True,
     ),
+    "weighted, pe kv, head gate with bias, qkv bias": config(
+        nsa(cmp_fn="weighted", cmp_pe="kv", gate_bias=True), qkv_bias=True
+    ),
+    "mean, pe k": config(nsa(cmp_pe="k")),
     "linear, pe kv, head gate with bias, MQA of 4, all biases, llama3": config(
         nsa(cmp_fn="linear", cmp_pe="kv", gate_bias=True, kernel_size=8, kernel_stride=4, n_selected=3),
         num_kv_heads=1,

@@ -34,7 +34,7 @@ class Case:
     size: int = 8
     parts: int = 3
     weighted: bool = False
-    positions: bool = False
+    positions: str = ""  # of which rows, `k` or `kv`
     gates: int = 12
     gate_bias: bool = False
 
@@ -42,8 +42,8 @@ class Case:
 CASES = {
     "tree": Case(parents=(-1, 0, 0, 1, 3), lengths=(3, 22), weighted=True),
     "decode": Case(parents=(-1,), lengths=(7,), group=1, parts=1, gates=3),
-    "positions": Case(parents=(-1, 0, 0, 1, 3), lengths=(3, 22), weighted=True, positions=True, gate_bias=True),
-    "shared_gates": Case(parents=(-1, 0), lengths=(6,), positions=True, gates=3, gate_bias=True),
+    "positions": Case(parents=(-1, 0, 0, 1, 3), lengths=(3, 22), weighted=True, positions="kv", gate_bias=True),
+    "shared_gates": Case(parents=(-1, 0), lengths=(6,), positions="k", gates=3, gate_bias=True),
     "nothing_completed": Case(parents=(-1, 0), lengths=(9,), kv_heads=1, gates=0),
 }
 
@@ -80,8 +80,8 @@ def arguments_of(case: Case, dim: int = 128) -> tuple[tuple[Any, ...], HeadShape
         sin=sin,
         weight_k=random(case.kv_heads, case.size) if case.weighted else None,
         weight_v=random(case.kv_heads, case.size) if case.weighted else None,
-        position_k=random(case.kv_heads, case.size, dim) if case.positions else None,
-        position_v=random(case.kv_heads, case.size, dim) if case.positions else None,
+        position_k=random(case.kv_heads, case.size, dim) if "k" in case.positions else None,
+        position_v=random(case.kv_heads, case.size, dim) if "v" in case.positions else None,
     )
     rows, kind = batch * nodes + 3, jnp.bfloat16 if case.parts == 1 else jnp.float32  # padded
     qkv = random(case.parts, rows, shape.columns + 128, dtype=kind)
@@ -129,7 +129,7 @@ def test_op_lowers_to_one_kernel(nodes, dim):
     """What the interpreter accepts and the compiler refuses."""
     parents = (-1, *((node - 1) // 2 for node in range(1, nodes)))
     case = Case(parents=parents, lengths=(1000,), kv_heads=8, group=4, size=32, parts=5, gates=96)
-    case = dataclasses.replace(case, weighted=True, positions=dim == 64, gate_bias=dim == 64)
+    case = dataclasses.replace(case, weighted=True, positions="kv" if dim == 64 else "", gate_bias=dim == 64)
     arguments, shape = arguments_of(case, dim)
     run = jax.jit(lambda *arrays: mosaic.node_inputs(*arrays, shape, jnp.bfloat16))
     text = run.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()

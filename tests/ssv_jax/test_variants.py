@@ -169,6 +169,19 @@ def test_what_a_call_did_arrives_whole_whatever_became_of_its_sequences():
     np.testing.assert_array_equal(mine.history, after.history)
 
 
+def test_arrays_of_another_structure_are_refused():
+    """Leaves that fit, in the wrong places."""
+    target = harness.model("overlapping")
+    decoding, params = harness.decoding(target), target.params
+    call = Variants().decode(decoding, params, prefilled(decoding, params), 2)
+    with pytest.raises(ValueError, match="params have another structure"):
+        call(tuple(jax.tree.leaves(params)), prefilled(decoding, params))
+    state = prefilled(decoding, params)
+    with pytest.raises(ValueError, match="state has another structure"):
+        call(params, dataclasses.replace(state, drafter={"other": state.drafter}))
+    assert call(params, state)[1].fetch().count[0] > 0
+
+
 def test_each_parameters_give_their_own_results_and_are_let_go():
     """Leaves of parameters that were given before; parameters held for ever, by these or by what they compiled."""
     target = harness.model("overlapping")
