@@ -49,7 +49,7 @@ Progress = Callable[[str, int, int], None]
 
 _PREFILL_SIZES = (16, 64, 256, 512)
 _SMALLEST_CAPACITY = 256
-# Rounds per call: enough to hide what a call costs beside them (5 ms on an H200), few enough for text to flow.
+# Rounds per call: enough to hide what a call costs beside them (2 to 3 ms on an H200), few enough for text to flow.
 _ROUNDS: dict[Platform, int] = {"cpu": 8, "gpu": 32}
 
 
