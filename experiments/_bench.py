@@ -291,11 +291,10 @@ class Bench:
         most = np.int32(rounds or self.rounds)
         if label != PLAIN or self.params.draft is None:  # without a head they are the same
             label = self.lanes.base if label == PLAIN else label
-            new, out = self._compiled["decode", label](self.params, state, most)
-            return new, Packed(out, self.rounds)
+            return self._compiled["decode", label](self.params, state, most)
         bare = dataclasses.replace(state, drafter=None)
         new, out = self._compiled["decode", PLAIN](self.params, bare, most)
-        return dataclasses.replace(new, drafter=state.drafter), Packed(out, self.rounds)
+        return dataclasses.replace(new, drafter=state.drafter), out
 
     def verified(self, label: str, state: DecodeState, rounds: int) -> DecodeState:
         """See `verify_rounds`."""

@@ -127,15 +127,13 @@ class Heads(nnx.Module):
             dim=config.head_dim,
             gates=0 if gate is None else gate.matrix.shape[1],
         )
-        gates = bias = None
-        if gate is not None:  # its bias is added with the sigmoids
-            bias = None if gate.bias is None else gate.bias[...].reshape(-1)
+        gates = None
         if config.qk_norm:
             q, k, v = self.project(x)
             joined = jnp.concatenate([q, k[..., None, :], v[..., None, :]], axis=-2)
             qkv = joined.reshape(1, rows.shape[0], shape.columns)
         elif gate is None or self.qkv.bias is not None:
-            (qkv,) = project_parts(rows, (self.qkv,), (x.dtype,), options.steps)
+            qkv = project_parts(rows, self.qkv, options.steps)
         else:
             both, dtypes = (self.qkv.matrix, gate.matrix), (x.dtype, jnp.float32)
             qkv, gates = matmul_parts(rows, both, dtypes, implementation=options.steps)
@@ -147,7 +145,7 @@ class Heads(nnx.Module):
             context.cos,
             context.sin,
             entries,
-            gate_bias=bias,
+            gate_bias=None if gate is None or gate.bias is None else gate.bias[...].reshape(-1),
             shape=shape,
             dtype=x.dtype,
             implementation=options.steps,
@@ -156,7 +154,7 @@ class Heads(nnx.Module):
     def output(self, out: Float[Array, "B T K G D"], dtype: DTypeLike, options: LayerOptions) -> Float[Array, "S _ _"]:
         """The projection of the heads' outputs, in parts."""
         rows = out.astype(dtype).reshape(out.shape[0] * out.shape[1], -1)
-        return project_parts(rows, (self.o,), (dtype,), options.steps)[0]
+        return project_parts(rows, self.o, options.steps)
 
     @property
     def scale(self) -> float:

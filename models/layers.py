@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -80,20 +80,12 @@ class Projection(nnx.Module):
 
 
 def project_parts(
-    x: Float[Array, "R E"],
-    projections: Sequence[Projection],
-    dtypes: Sequence[DTypeLike],
-    implementation: Implementation,
-) -> tuple[Float[Array, "_ _ _"], ...]:
-    """Several projections of the same rows, outputs flattened, in parts as `row_matmul.matmul_parts` gives them."""
-    if any(projection.bias is not None for projection in projections):
-        whole = [
-            projection(x.reshape(-1, *projection.inputs), dtype)
-            for projection, dtype in zip(projections, dtypes, strict=True)
-        ]
-        return tuple(y.reshape(1, x.shape[0], -1) for y in whole)
-    matrices = [projection.matrix for projection in projections]
-    return matmul_parts(x, matrices, dtypes, implementation=implementation)
+    x: Float[Array, "R E"], projection: Projection, implementation: Implementation
+) -> Float[Array, "_ _ _"]:
+    """A projection of some rows, outputs flattened, in parts as `row_matmul.matmul_parts` gives them."""
+    if projection.bias is not None:
+        return projection(x.reshape(-1, *projection.inputs)).reshape(1, x.shape[0], -1)
+    return matmul_parts(x, (projection.matrix,), (x.dtype,), implementation=implementation)[0]
 
 
 class RMSNorm(nnx.Module):
@@ -131,7 +123,7 @@ class SwiGLU(nnx.Module):
         if self.gate_up.bias is not None:
             return self(x)[None]
         hidden = gated_matmul(x, self.gate_up.kernel[...], implementation=implementation)
-        return project_parts(hidden, (self.down,), (x.dtype,), implementation)[0]
+        return project_parts(hidden, self.down, implementation)
 
 
 def rope_frequencies(head_dim: int, rope: RopeConfig) -> Float[np.ndarray, " half"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ class Outcome:
     overlap_count: float
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["rounds"])
 @dataclasses.dataclass(frozen=True)
 class Packed:
     """An `Outcome` that is still on the device, in one array: every array fetched costs the host a transfer.
@@ -66,8 +68,8 @@ class Packed:
         )
 
 
-def pack(state: DecodeState, out: Emitted) -> Int[Array, "B columns"]:
-    """One array of what the host reads after a call; `Packed.fetch` takes it apart.
+def pack(state: DecodeState, out: Emitted) -> Packed:
+    """What the host reads after a call, in one array; `Packed.fetch` takes it apart.
 
     Args:
       state: after the call.
@@ -81,12 +83,13 @@ def pack(state: DecodeState, out: Emitted) -> Int[Array, "B columns"]:
     bits = jax.lax.bitcast_convert_type(sums, jnp.int32)
     first = jnp.stack([out.count, state.status], axis=1)
     every = jnp.broadcast_to(bits, (first.shape[0], 2))
-    return jnp.concatenate([first, every, out.drafted, out.accepted, out.emitted, out.tokens], axis=1)
+    array = jnp.concatenate([first, every, out.drafted, out.accepted, out.emitted, out.tokens], axis=1)
+    return Packed(array, out.emitted.shape[1])
 
 
 def decode_packed(
     decoding: Decoding, params: Any, state: DecodeState, rounds: int, most: Int[Array, ""]
-) -> tuple[DecodeState, Int[Array, "B columns"]]:
+) -> tuple[DecodeState, Packed]:
     """`loop.decode_until` with its tokens packed."""
     state, out = loop.decode_until(decoding, params, state, rounds, most)
     return state, pack(state, out)

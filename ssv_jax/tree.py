@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .pallas_kernels import TreeQueries
+from .ranking import picked, ranks
 
 
 @jax.tree_util.register_dataclass
@@ -68,19 +69,8 @@ def take_rows(x: Array, index: Int[Array, "B P"]) -> Array:
 
 
 def _inverse(order: Int[Array, "B N"]) -> Int[Array, "B N"]:
-    """The inverse permutation. Few nodes: XLA compares all pairs in one launch, and sorts in many."""
-    index = jnp.arange(order.shape[1], dtype=jnp.int32)
-    return jnp.where(order[:, None, :] == index[:, None], index, 0).sum(-1, dtype=jnp.int32)
-
-
-def _places(*keys: Int[Array, "B N"]) -> Int[Array, "B N"]:
-    """Where a stable sort puts each node; the first key counts most."""
-    index = jnp.arange(keys[0].shape[1])
-    before = index[None, :] < index[:, None]
-    for key in reversed(keys):
-        mine, other = key[:, :, None], key[:, None, :]
-        before = (other < mine) | ((other == mine) & before)
-    return before.sum(-1, dtype=jnp.int32)
+    """The inverse permutation."""
+    return picked(order, order.shape[1], jnp.arange(order.shape[1], dtype=jnp.int32))
 
 
 def reorder(tree: DraftTree, order: Int[Array, "B N"]) -> DraftTree:
@@ -119,7 +109,7 @@ def flatten(tree: DraftTree, traversal: str, max_depth: int) -> DraftTree:
         place, level = jnp.zeros((batch, nodes), jnp.int32), jnp.where(tree.valid, depth, last)
         for _ in range(max_depth + 1):
             up = jnp.take_along_axis(place, jnp.maximum(tree.parent, 0), axis=1)
-            place = _places(level, up, tree.rank)
+            place = ranks(level, up, tree.rank)
         return reorder(tree, _inverse(place))
     # Preorder: a node follows its parent and the whole subtrees of its earlier siblings.
     size = jnp.where(tree.valid[:, :, None], above, False).sum(1, dtype=jnp.int32)
@@ -132,4 +122,4 @@ def flatten(tree: DraftTree, traversal: str, max_depth: int) -> DraftTree:
     offset = jnp.where(tree.parent < 0, 0, offset)
     place = jnp.where(above, offset[:, None, :], 0).sum(-1)
     place = jnp.where(tree.valid, place, last + index)
-    return reorder(tree, _inverse(_places(place)))
+    return reorder(tree, _inverse(ranks(place)))

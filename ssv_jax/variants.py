@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from . import loop
-from .calls import Leaves, Packed, decode_packed, lower
+from .calls import Leaves, decode_packed, lower
 from .loop import Decoding
 from .models.sharding import state_sharding
 from .state import DecodeState
@@ -80,20 +80,15 @@ class Variants:
 
     def prefill(self, decoding: Decoding, params: Any, state: DecodeState, size: int) -> Callable[..., Any]:
         """`loop.prefill_chunk` of this size, as a function of (params, state); donates the state."""
-        return self._get(loop.prefill_chunk, decoding, params, state, "size", size)
+        return self._get(loop.prefill_chunk, decoding, params, state, size)
 
     def decode(self, decoding: Decoding, params: Any, state: DecodeState, rounds: int) -> Callable[..., Any]:
         """`loop.decode_until` of so many rounds or fewer, as a function of (params, state, most); donates the state.
 
-        It returns the state after, and what it did as a `Packed`, without waiting for either.
+        It returns the state after, and what it did as a `calls.Packed`, without waiting for either.
         """
-        call = self._get(decode_packed, decoding, params, state, "rounds", rounds, np.int32(rounds))
-
-        def decode(params: Any, state: DecodeState, most: int = rounds) -> tuple[DecodeState, Packed]:
-            state, packed = call(params, state, np.int32(most))
-            return state, Packed(packed, rounds)
-
-        return decode
+        call = self._get(decode_packed, decoding, params, state, rounds, np.int32(rounds))
+        return lambda params, state, most=rounds: call(params, state, np.int32(most))
 
     def _get(
         self,
@@ -101,7 +96,6 @@ class Variants:
         decoding: Decoding,
         params: Any,
         state: DecodeState,
-        static: str,
         value: int,
         *numbers: np.int32,
     ) -> Callable[..., Any]:
@@ -120,5 +114,5 @@ class Variants:
             with self._lock:
                 self.compilations += 1
                 self.compile_seconds += seconds
-            logger.info("compiled %s(%s=%d) in %.1f s", name, static, value, seconds)
+            logger.info("compiled %s(%d) in %.1f s", name, value, seconds)
         return self._executables[key]

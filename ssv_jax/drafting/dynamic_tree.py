@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ..ranking import best, largest
 from ..tree import DraftTree
-from .ranking import best, largest
 
 # Stands for impossible tokens and for NaN, so that sums stay finite and comparable.
 _LOWEST = -1e30

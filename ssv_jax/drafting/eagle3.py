@@ -25,11 +25,11 @@ from ..models.eagle3_config import Eagle3Config, TapConvention
 from ..models.eagle3_loading import load_eagle3
 from ..pallas_kernels import TreeQueries, chain
 from ..pallas_kernels.dispatch import Implementation
+from ..ranking import best
 from ..sampling import Sampling, probabilities, sample_from
 from ..tree import DraftTree, take_rows
 from .dynamic_tree import check_tree, top_candidates, tree_from_pool
 from .protocol import Observation, Params
-from .ranking import best
 
 
 @jax.tree_util.register_dataclass

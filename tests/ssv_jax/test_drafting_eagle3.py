@@ -16,12 +16,12 @@ from ssv_jax.drafting.dynamic_tree import check_tree, pool_size, top_candidates,
 from ssv_jax.drafting.eagle3 import Eagle3Drafter, Eagle3SampledDrafter, Eagle3State, load_drafter
 from ssv_jax.drafting.none import NoDrafter
 from ssv_jax.drafting.protocol import Observation, Params
-from ssv_jax.drafting.ranking import best
 from ssv_jax.models import eagle3
 from ssv_jax.models.eagle3_config import Eagle3Config
 from ssv_jax.models.eagle3_loading import export_eagle3
 from ssv_jax.models.errors import CheckpointError
 from ssv_jax.models.llama import build
+from ssv_jax.ranking import best
 from ssv_jax.sampling import Sampling
 from ssv_jax.tree import DraftTree, ancestors, depths, flatten
 from tests.models.eagle3_numpy import (

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ssv_jax.drafting import ranking
+from ssv_jax import ranking
 
 # Few values, so that most scores are tied; the last kind is all different.
 KINDS = {"tied": [0.0, -1.0, -2.5, -1e30], "equal": [-1e30], "impossible": [-1.0, -np.inf], "different": None}

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 CHUNK = 64
 MOST_COUNTED = 1024  # scores that are compared with each other
 
 
-def ranks(score: Float[Array, "... n"], index: Int[Array, "... n"] | None = None) -> Int[Array, "... n"]:
-    """How many scores come before each one, by (-score, index), positions by default; nothing may be NaN."""
-    index = jnp.arange(score.shape[-1]) if index is None else index
-    mine, other = score[..., :, None], score[..., None, :]
-    before = (other > mine) | ((other == mine) & (index[..., None, :] < index[..., :, None]))
+def ranks(*keys: Shaped[Array, "... n"]) -> Int[Array, "... n"]:
+    """Where a stable sort by rising keys puts each item; the first key counts most, nothing may be NaN."""
+    index = jnp.arange(keys[0].shape[-1])
+    before = index[None, :] < index[:, None]
+    for key in reversed(keys):
+        mine, other = key[..., :, None], key[..., None, :]
+        before = (other < mine) | ((other == mine) & before)
     return before.sum(-1, dtype=jnp.int32)
 
 
-def _picked(rank: Int[Array, "... n"], count: int, value: Array) -> Array:
-    """The values of ranks 0, 1, ... below `count`."""
+def picked(rank: Int[Array, "... n"], count: int, value: Shaped[Array, "..."]) -> Shaped[Array, "... count"]:
+    """The values of ranks 0, 1, ... below `count`; of a whole permutation and the indices, its inverse."""
     here = rank[..., None, :] == jnp.arange(count)[:, None]
     return jnp.where(here, value[..., None, :], 0).sum(-1, dtype=value.dtype)
 
@@ -36,10 +38,10 @@ def best(score: Float[Array, "... n"], count: int) -> Int[Array, "... count"]:
         index = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), score.shape)
         order = jnp.lexsort((index, -score), axis=-1)[..., :count]
         return jnp.sort(order, axis=-1).astype(jnp.int32)
-    chosen = ranks(score) < count
+    chosen = ranks(-score) < count
     index = jnp.arange(size, dtype=jnp.int32)
     place = (chosen[..., None, :] & (index[None, :] < index[:, None])).sum(-1, dtype=jnp.int32)
-    return _picked(jnp.where(chosen, place, count), count, index)
+    return picked(jnp.where(chosen, place, count), count, index)
 
 
 def largest(score: Float[Array, "... n"], count: int) -> tuple[Float[Array, "... count"], Int[Array, "... count"]]:
@@ -69,8 +71,8 @@ def _by_chunks(score: Float[Array, "... n"], count: int) -> tuple[Float[Array, "
     padded = jnp.pad(score, [(0, 0)] * len(lead) + [(0, chunks * CHUNK - size)], constant_values=-jnp.inf)
     padded = padded.reshape(*lead, chunks, CHUNK)
     few = min(count, chunks)
-    kept = _picked(ranks(padded.max(-1)), few, jnp.arange(chunks, dtype=jnp.int32))
+    kept = picked(ranks(-padded.max(-1)), few, jnp.arange(chunks, dtype=jnp.int32))
     value = jnp.take_along_axis(padded, kept[..., None], axis=-2, mode="clip").reshape(*lead, few * CHUNK)
     index = (kept[..., None] * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)).reshape(*lead, few * CHUNK)
-    rank = ranks(value, index)
-    return _picked(rank, count, value), _picked(rank, count, index)
+    rank = ranks(-value, index)
+    return picked(rank, count, value), picked(rank, count, index)
